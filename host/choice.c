@@ -69,7 +69,7 @@ static int32_t scale_run_of(const variant *v)
   if (!format_is_scaled((weight_format)v->format)) return 0;
   if (v->scale == SCALE_out) return ROWS_ONE_GROUP;
   if (v->format == FORMAT_nv4 || v->arch == ARCH_any) return 16;
-  if (v->form == FORM_fixed) return 128;
+  if (v->form == FORM_fixed && v->format == FORMAT_u4) return 128;
   return format_bits((weight_format)v->format) == 4 ? 32 : 128;
 }
 
@@ -159,6 +159,7 @@ static bool serves(const variant *v, const op_shape *s)
   if (v->form == FORM_row) return s->n <= v->columns;
   if (v->form == FORM_expert) return s->by_expert;
   if (s->op == OP_quantize && (v->form == FORM_fixed) != (s->rows_mode == ROWS_FIXED)) return v->form == FORM_ref;
+  if (s->op == OP_quantize && v->form == FORM_fixed && v->y != s->out) return false;
   if (v->form == FORM_codes && s->by_expert) return false;
   if (v->form == FORM_codes) return s->k == v->columns || s->k == ROWS_ONE_GROUP;
   if (v->form == FORM_flat || v->form == FORM_gelu) return (v->form == FORM_gelu) == (s->n == EW_GELU);
@@ -207,13 +208,19 @@ static bool is_for_fewer(const variant *v, const op_shape *s)
          expected_rows(s) > GRADIENT_FEW;
 }
 
+/* Codes of two made by the kernel's own producers take longer than another kernel. */
+static bool waits_for_rows(const variant *v, const op_shape *s)
+{
+  return v->op != OP_quantize && v->form == FORM_fixed && v->format == FORMAT_mx4 && !s->made_ahead;
+}
+
 /* The first of the operation's rows that serves the shape, and is the line's, if there is one. */
 static int32_t find_row(const machine *m, const op_shape *s, const tune_line *line)
 {
   for (int16_t i = m->rows_begin[s->op]; i < m->rows_begin[s->op + 1]; ++i) {
     const variant *v = &variants[m->rows[i]];
     if (line && (v->form != line->form || v->bm != line->bm || v->bn != line->bn)) continue;
-    if (serves(v, s) && !is_for_fewer(v, s)) return m->rows[i];
+    if (serves(v, s) && !is_for_fewer(v, s) && !waits_for_rows(v, s)) return m->rows[i];
   }
   return -1;
 }

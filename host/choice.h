@@ -39,6 +39,7 @@ typedef struct op_shape {
   int32_t scale_type;   /* DT_* of scales of weights */
   int32_t scale_block;  /* weights along k that share one; 0: all */
   bool symmetric;       /* u4: codes less 8, without zero points */
+  bool made_ahead;      /* a launch ahead makes rows ready for form fixed if it is chosen */
   weight_major major;   /* of the weights */
   bool tmap;            /* tensor maps can describe the operands */
   bool gathered;        /* up: rows of the activations are wherever the route says, and nobody copies them */

@@ -67,6 +67,14 @@ static inline bool is_symmetric(const cumoe_format *f)
   return f->element == CUMOE_ELEMENT_U4 && f->zero == CUMOE_ZERO_NONE && f->offset == 8;
 }
 
+/* Whether a launch ahead may make rows ready for products of form fixed. */
+static inline bool takes_fixed_rows(const cumoe_format *f, int32_t dtype)
+{
+  if (changes_rows(f)) return false;
+  if (is_symmetric(f)) return scale_run(f) >= FIXED_GROUP;
+  return f->element == CUMOE_ELEMENT_E2M1 && f->scale == CUMOE_E8M0 && dtype == CUMOE_BF16;
+}
+
 static inline bool is_interleaved(int32_t gate_order)
 {
   return gate_order == CUMOE_GATE_UP_INTERLEAVED || gate_order == CUMOE_UP_GATE_INTERLEAVED;

@@ -435,7 +435,7 @@ static void fix_rows(const pass *p, stage at, gemm_args *g, token_count rows, vo
   static const row_order in_order;
   const int32_t row = p->lp.steps[at].row;
   if (row < 0 || variants[row].form != FORM_fixed) return;
-  g->rows = (row_format){.mode = ROWS_FIXED, .element = DT_I8, .group = FIXED_GROUP};
+  g->rows = (row_format){.mode = ROWS_FIXED, .element = variants[row].y, .group = FIXED_GROUP};
   *q = quantize_arguments(p->plan, g, rows, &in_order, codes, region(p, scale));
 }
 

@@ -111,6 +111,13 @@ static int64_t expected_pairs(const layer *l)
   return l->c->has_map ? min64(max64(here, tokens), pairs) : pairs;
 }
 
+/* The most rows for which there is room for what fixed point needs besides them: a few an expert, as fixed serves. */
+static int64_t fixed_most(const cumoe_moe_desc *d)
+{
+  enum { ROWS_AN_EXPERT = 64 };
+  return (int64_t)d->local_experts * ROWS_AN_EXPERT;
+}
+
 static op_shape gemm_shape(const layer *l, operation op, const bound_matrix *b, bool shared)
 {
   const cumoe_moe_desc *d = l->d;
@@ -126,6 +133,7 @@ static op_shape gemm_shape(const layer *l, operation op, const bound_matrix *b, 
                     .scale_type = f->scale,
                     .scale_block = f->block[1],
                     .symmetric = is_symmetric(f),
+                    .made_ahead = !shared && takes_fixed_rows(f, d->dtype) && l->c->tokens * k <= fixed_most(d),
                     .by_expert = by_expert(f),
                     .major = b->major,
                     .tmap = b->tmap,
@@ -344,23 +352,17 @@ static void add_quantize(const layer *l, layer_plan *p, stage at, const op_shape
   add(l, p, at, &s);
 }
 
-/* The most rows for which there is room for what fixed point needs besides them: a few an expert, as fixed serves. */
-static int64_t fixed_most(const cumoe_moe_desc *d)
-{
-  enum { ROWS_AN_EXPERT = 64 };
-  return (int64_t)d->local_experts * ROWS_AN_EXPERT;
-}
-
 /* What brings the rows of a routed product of form fixed into fixed point, if there are enough that its producers would
  * take longer over them than a launch. */
 static void add_fixed(const layer *l, layer_plan *p, stage at, const op_shape *gemm, int64_t rows)
 {
   const variant *v = row_of(p, gemm->op == OP_up ? STAGE_up : STAGE_down);
   if (!v || v->form != FORM_fixed || gemm->rows > fixed_most(l->d) || p->steps[at].row >= 0) return;
-  if ((double)expected_rows(gemm) < limit_of(l->m, LIMIT_fixed_rows, gemm->format)) return;
+  const bool twins = v->format == FORMAT_mx4; /* whatever the rows are: its producers have no time for it */
+  if (!twins && (double)expected_rows(gemm) < limit_of(l->m, LIMIT_fixed_rows, gemm->format)) return;
   const op_shape s = {.op = OP_quantize,
                       .in = gemm->in,
-                      .out = DT_I8,
+                      .out = twins ? DT_E4M3 : DT_I8,
                       .rows_mode = ROWS_FIXED,
                       .tokens = rows,
                       .n = gemm->k,
@@ -596,9 +598,9 @@ static void carve_parts(carver *c, const cumoe_moe_desc *d, int64_t tokens, work
 }
 
 /* Scales of rows in fixed point, which lie where y will, or where they were. */
-static void carve_fixed(carver *c, const cumoe_format *f, int64_t rows, int32_t cols, size_t *scale)
+static void carve_fixed(carver *c, const cumoe_format *f, int32_t dtype, int64_t rows, int32_t cols, size_t *scale)
 {
-  if (!is_symmetric(f) || changes_rows(f) || scale_run(f) < FIXED_GROUP) return;
+  if (!takes_fixed_rows(f, dtype)) return;
   *scale = carve(c, ceil_div(cols, FIXED_GROUP), SCALE_LD(rows), sizeof(float));
 }
 
@@ -627,8 +629,8 @@ bool plan_workspace_layout(const cumoe_moe_desc *d, int64_t tokens, workspace_la
   carve_parts(&c, d, tokens, w);
   carve_codes(&c, &d->up_format, by_expert(&d->up_format) ? pairs : tokens, d->hidden, &w->x_codes, &w->x_scale);
   carve_codes(&c, &d->down_format, pairs, d->inter, &w->h_codes, &w->h_scale);
-  carve_fixed(&c, &d->up_format, min64(tokens, fixed_most(d) / k), d->hidden, &w->x_scale);
-  carve_fixed(&c, &d->down_format, min64(pairs, fixed_most(d)), d->inter, &w->h_scale);
+  carve_fixed(&c, &d->up_format, d->dtype, min64(tokens, fixed_most(d) / k), d->hidden, &w->x_scale);
+  carve_fixed(&c, &d->down_format, d->dtype, min64(pairs, fixed_most(d)), d->inter, &w->h_scale);
   if (d->shared_inter) {
     carve_codes(&c, &d->shared_up_format, tokens, d->hidden, &w->shared_x_codes, &w->shared_x_scale);
     carve_codes(&c, &d->shared_down_format, tokens, d->shared_inter, &w->shared_h_codes, &w->shared_h_scale);

@@ -637,6 +637,9 @@ static bool may_serve(const cumoe_variant_info *row, const cumoe_format *f, int3
   const bool becomes = format_has_codes(f);
   const bool own = f->act_order || f->rows == CUMOE_ROWS_STATIC_EXPERT, takes_own = !strcmp(row->form, "expert");
   const bool fixed = !f->zero && f->offset == 8 && (f->block[1] | f->origin[1]) % 128 == 0;
+  const bool mx4 = !strcmp(class_of_format(f), "mx4");
+  if (!strcmp(row->op, "quantize") && !strcmp(row->form, "fixed") && row->y == CUMOE_E4M3)
+    return mx4 && !becomes && !own && row->x == dtype;
   if (!strcmp(row->op, "quantize") && !strcmp(row->form, "fixed"))
     return !strcmp(class_of_format(f), "u4") && fixed && !becomes && !own && row->x == dtype;
   if (!strcmp(row->op, "quantize"))
@@ -645,7 +648,7 @@ static bool may_serve(const cumoe_variant_info *row, const cumoe_format *f, int3
   if (!has_class(row, e2m1 ? "mx4" : class_of_format(f))) return false;
   if (!strncmp(row->op, "few", 3) && own) return false;
   if (!strcmp(row->form, "wgmma") && has_class(row, "u4") && f->scale != dtype) return false;
-  if (!strcmp(row->form, "fixed") && !fixed) return false;
+  if (!strcmp(row->form, "fixed") && !fixed && !mx4) return false;
   if (row->x == CUMOE_F16 || row->x == CUMOE_BF16) return !becomes && row->x == dtype;
   return becomes && row->x == codes && (row->y == 0 || row->y == dtype || row->y == CUMOE_F32);
 }
@@ -653,7 +656,9 @@ static bool may_serve(const cumoe_variant_info *row, const cumoe_format *f, int3
 /* Few tokens and portable rows multiply e4m3 in f16. */
 static int sums_of_row(const cumoe_variant_info *row)
 {
-  const bool few = !strncmp(row->op, "few", 3);
+  const bool few = !strncmp(row->op, "few", 3), quantize = !strcmp(row->op, "quantize");
+  if (!strcmp(row->form, "fixed") && !few && (quantize ? row->y == CUMOE_E4M3 : has_class(row, "mx4")))
+    return DEVICE_TWIN_CODES;
   if (!strcmp(row->form, "fixed") || (few && (has_class(row, "u4") || has_class(row, "mx4"))))
     return DEVICE_FIXED_POINT;
   return strcmp(row->form, "unpack") && !few ? DEVICE_FP8_ADDER : 0;

@@ -429,6 +429,18 @@ static double fixed_point_error(const double *w, const double *a, int64_t depth)
   return error;
 }
 
+/* What Hopper's adder makes of products of 32 k, each time anew. */
+static double adder_error(const double *w, const double *a, int64_t depth)
+{
+  double squares = 0;
+  for (int64_t at = 0; at < depth; at += 32) {
+    double sum, size;
+    add_products(w + at, a + at, depth - at < 32 ? depth - at : 32, &sum, &size);
+    squares += size * size;
+  }
+  return 24 * 0x1p-14 * sqrt(squares);
+}
+
 /* Of a sum: what rounding weights to 16 bits brings, at worst or, as they are rounded each by itself, what that stays
  * below (Hoeffding, some 1e-14); and what a device may do. small: sum of |a| of weights below 2^-14, where f16 has
  * steps of 2^-24. */
@@ -446,8 +458,10 @@ static double format_error(const cumoe_format *f, int32_t dtype, const double *w
     if (dtype == CUMOE_F16) error += 0x1p-25 * small;
     error += fmin(u * size, 8 * u * sqrt(squares)) + 32 * ulp * size; /* the offset in the sums, and taken off them */
   }
-  const bool fixed = f->element == CUMOE_ELEMENT_U4 || (f->element == CUMOE_ELEMENT_E2M1 && f->scale == CUMOE_E8M0);
-  if (fixed && oracle_device & DEVICE_FIXED_POINT) error += fixed_point_error(w, a, depth);
+  const bool mx4 = f->element == CUMOE_ELEMENT_E2M1 && f->scale == CUMOE_E8M0;
+  if ((mx4 || f->element == CUMOE_ELEMENT_U4) && oracle_device & (DEVICE_FIXED_POINT | DEVICE_TWIN_CODES))
+    error += fixed_point_error(w, a, depth);
+  if (mx4 && dtype == CUMOE_BF16 && oracle_device & DEVICE_TWIN_CODES) error += adder_error(w, a, depth);
   const bool fp8 = f->element == CUMOE_ELEMENT_E4M3 && format_has_codes(f);
   return fp8 && oracle_device & DEVICE_FP8_ADDER ? error + 24 * 0x1p-14 * sqrt(chunks) : error;
 }

@@ -26,8 +26,13 @@ typedef struct host_weights {
 enum { PLAIN_GATE, PLAIN_UP, PLAIN_DOWN };
 
 /* What the device may do: sum e4m3 products in Hopper's fp8 adder, which keeps 14 bits; take activations in fixed point
- * where weights are of u4. */
-enum { DEVICE_FP8_ADDER = 1, DEVICE_FIXED_POINT = 2, DEVICE_ANY = DEVICE_FP8_ADDER | DEVICE_FIXED_POINT };
+ * where weights are of u4; in bf16 take those of mx4 as two codes of e4m3 each, through the same adder. */
+enum {
+  DEVICE_FP8_ADDER = 1,
+  DEVICE_FIXED_POINT = 2,
+  DEVICE_TWIN_CODES = 4,
+  DEVICE_ANY = DEVICE_FP8_ADDER | DEVICE_FIXED_POINT | DEVICE_TWIN_CODES
+};
 extern int oracle_device;
 
 /* Shapes and layout; the projections are the caller's to fill in. */

@@ -251,13 +251,13 @@ static bool row_can(const variant *v, const gpu *g, const op_shape *s)
   if (few && s->by_expert) return false;
   if (few && s->rows_mode != ROWS_AS_THEY_ARE && s->rows_mode != ROWS_GROUP) return false;
   const bool scaled = v->format > (int8_t)DENSE_FORMATS;
-  const int32_t run = v->scale == SCALE_out                            ? 1 << 30
-                      : !scaled                                        ? 0
-                      : v->arch == ARCH_any || v->format == FORMAT_nv4 ? 16
-                      : v->form == FORM_fixed                          ? 128
-                      : v->w == DT_U8                                  ? 32
-                                                                       : 128;
-  if (v->form == FORM_fixed && !s->symmetric) return false;
+  const int32_t run = v->scale == SCALE_out                             ? 1 << 30
+                      : !scaled                                         ? 0
+                      : v->arch == ARCH_any || v->format == FORMAT_nv4  ? 16
+                      : v->form == FORM_fixed && v->format == FORMAT_u4 ? 128
+                      : v->w == DT_U8                                   ? 32
+                                                                        : 128;
+  if (v->form == FORM_fixed && v->format == FORMAT_u4 && !s->symmetric) return false;
   if (v->format == FORMAT_u4 && (v->form == FORM_mixed || v->form == FORM_wgmma || v->form == FORM_fixed)) {
     int32_t block = s->scale_block;
     while (block && block % 2 == 0) block /= 2;
@@ -959,11 +959,12 @@ static wide groups_of(const cumoe_format *f, int64_t cols)
 }
 
 /* Scales of rows that are brought into fixed point: of at most 64 rows an expert. */
-static wide fixed_scales(const cumoe_format *f, wide rows, int64_t cols)
+static wide fixed_scales(const cumoe_format *f, int32_t dtype, wide rows, int64_t cols)
 {
-  const bool fixed = f->element == CUMOE_ELEMENT_U4 && f->zero == CUMOE_ZERO_NONE && f->offset == 8 && !f->rows &&
-                     !f->act_order && (f->block[1] | f->origin[1]) % 128 == 0;
-  return fixed ? (rows + 3) / 4 * 4 * wide_ceil(cols, 128) * 4 : 0;
+  const bool u4 = f->element == CUMOE_ELEMENT_U4 && f->zero == CUMOE_ZERO_NONE && f->offset == 8 &&
+                  (f->block[1] | f->origin[1]) % 128 == 0,
+             mx4 = f->element == CUMOE_ELEMENT_E2M1 && f->scale == CUMOE_E8M0 && dtype == CUMOE_BF16;
+  return (u4 || mx4) && !f->rows && !f->act_order ? (rows + 3) / 4 * 4 * wide_ceil(cols, 128) * 4 : 0;
 }
 
 /* Floats of few's parts of sums: each pair's channels in whole blocks once, and 128 channels of 2048 items of one
@@ -1030,8 +1031,10 @@ static int regions_of(const cumoe_moe_desc *d, int64_t tokens, const workspace_l
       CODES(x, d->up_format, d->up_format.act_order || d->up_format.rows == CUMOE_ROWS_STATIC_EXPERT ? t * k : t,
             d->hidden),
       CODES(h, d->down_format, t * k, d->inter),
-      {"fixed_x", w->x_scale, fixed_scales(&d->up_format, t < local * 64 / k ? t : local * 64 / k, d->hidden)},
-      {"fixed_h", w->h_scale, fixed_scales(&d->down_format, t * k < local * 64 ? t * k : local * 64, d->inter)},
+      {"fixed_x", w->x_scale,
+       fixed_scales(&d->up_format, d->dtype, t < local * 64 / k ? t : local * 64 / k, d->hidden)},
+      {"fixed_h", w->h_scale,
+       fixed_scales(&d->down_format, d->dtype, t * k < local * 64 ? t * k : local * 64, d->inter)},
       CODES(shared_x, d->shared_up_format, t, d->hidden),
       CODES(shared_h, d->shared_down_format, t, d->shared_inter)};
 #undef CODES
@@ -1228,13 +1231,15 @@ static bool is_changed(const cumoe_format *f)
   return f->act_order || f->rows;
 }
 
-/* Rows of the form fixed are brought into fixed point by a launch ahead where an expert has several, up to 64. */
+/* Rows of the form fixed are brought into fixed point by a launch ahead where an expert has several, up to 64; those
+ * that weights of mx4 multiply in any case. */
 static bool is_fixed_ahead(const machine *m, const cumoe_moe_desc *d, const layer_call *c, const layer_plan *p, stage s)
 {
   const variant *v = row_at(p, s);
   const int64_t pairs = c->tokens * d->routing.top_k, experts = d->local_experts, active = smaller(pairs, experts);
   if (!v || v->form != FORM_fixed || is_changed(s == STAGE_up ? &d->up_format : &d->down_format)) return false;
-  return pairs <= 64 * experts && (double)((pairs + active - 1) / active) >= m->limits[LIMIT_fixed_rows][WEIGHTS_w4];
+  if (pairs > 64 * experts) return false;
+  return v->format == FORMAT_mx4 || (double)((pairs + active - 1) / active) >= m->limits[LIMIT_fixed_rows][WEIGHTS_w4];
 }
 
 /* Up of e4m3 by wgmma makes codes of h, in whole groups of 128 channels or by one scale for all. */
@@ -1298,6 +1303,8 @@ static void check_plan_steps(const gpu *g, const cumoe_moe_desc *d, const layer_
     if (where == STAGE_shared_up || where == STAGE_shared_down)
       s[i].major = (dense ? &c->shared_up : &c->shared_down)->major;
     if (where == STAGE_COUNT || !there[where]) continue;
+    s[i].made_ahead = (where == STAGE_up || where == STAGE_down) && s[i].rows <= 64 * (int64_t)d->local_experts &&
+                      fixed_scales(where == STAGE_up ? &d->up_format : &d->down_format, d->dtype, 1, 1) > 0;
     CHECK_MSG(p->steps[where].row == choose(&m, &s[i]), "%s: row %d", stage_name(where), p->steps[where].row);
     int64_t grid = grid_size(&m, &variants[p->steps[where].row], &s[i]);
     if (where == STAGE_router && fills_for_dealt(p) && grid < HOPPER_SMS) grid = HOPPER_SMS;
@@ -1550,8 +1557,8 @@ static int32_t row_of_form(operation op, form f)
   return i;
 }
 
-/* Whether x and h are brought into fixed point ahead, of 128 experts of int4, 8 a token. */
-static bool is_brought_ahead(const machine *m, int64_t tokens)
+/* Whether x and h are made ready for form fixed ahead, of 128 experts, 8 a token. */
+static bool is_brought_ahead(const machine *m, cumoe_format f, int64_t tokens)
 {
   const cumoe_moe_desc given = {.size = sizeof given,
                                 .num_experts = 128,
@@ -1559,8 +1566,8 @@ static bool is_brought_ahead(const machine *m, int64_t tokens)
                                 .inter = 768,
                                 .dtype = CUMOE_BF16,
                                 .routing = cumoe_routing_mixtral(8),
-                                .up_format = cumoe_format_int4(128, CUMOE_BF16),
-                                .down_format = cumoe_format_int4(128, CUMOE_BF16)};
+                                .up_format = f,
+                                .down_format = f};
   cumoe_moe_desc d;
   CHECK_OK(check_moe_desc(&given, &d));
   const layer_call c = call_for(&d, tokens, 0);
@@ -1575,13 +1582,17 @@ static void test_fixed_ahead(void)
 {
   if (!group_begin("rows brought into fixed point ahead")) return;
   machine m = gpu_machine(&hopper);
+  const cumoe_format int4 = cumoe_format_int4(128, CUMOE_BF16), mxfp4 = cumoe_format_mxfp4();
   case_begin("by rows");
   m.limits[LIMIT_fixed_rows][WEIGHTS_w4] = 3;
-  CHECK(!is_brought_ahead(&m, 32) && is_brought_ahead(&m, 33) && is_brought_ahead(&m, 48));
+  CHECK(!is_brought_ahead(&m, int4, 32) && is_brought_ahead(&m, int4, 33) && is_brought_ahead(&m, int4, 48));
+  case_end();
+  case_begin("two codes each, by what serves");
+  CHECK(is_brought_ahead(&m, mxfp4, 2) && is_brought_ahead(&m, mxfp4, 128) && !is_brought_ahead(&m, mxfp4, 256));
   case_end();
   case_begin("by room");
   m.forced[OP_up] = row_of_form(OP_up, FORM_fixed) + 1, m.forced[OP_down] = row_of_form(OP_down, FORM_fixed) + 1;
-  CHECK(is_brought_ahead(&m, 1024) && !is_brought_ahead(&m, 1025));
+  CHECK(is_brought_ahead(&m, int4, 1024) && !is_brought_ahead(&m, int4, 1025));
   case_end();
   group_end();
 }

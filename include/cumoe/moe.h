@@ -431,7 +431,8 @@ CUMOE_CHECKED cumoe_status cumoe_plan_describe(cumoe_plan plan, cumoe_weights we
  *                  weights with scales: + 4 r sum |a w|; of U4, which are rounded to f16 or bf16 (v = 2^-11, 2^-8):
  *                  + min(v sum |a w|, 8 v sqrt(sum (a w)^2)) + 32 r sum |a w|, in f16 + 2^-25 sum |a| of weights
  *                  below 2^-14. On compute capability 9.0 besides: E4M3 times E4M3, as the adder keeps 14 bits,
- *                  + 24 2^-14 sqrt(sum over runs of 128 k of (sum |a w|)^2); U4, and E2M1 with scales of E8M0, whose
+ *                  + 24 2^-14 sqrt(sum over runs of 128 k of (sum |a w|)^2), and in bf16 E2M1 with scales of E8M0,
+ *                  which may go that way as well, the same of runs of 32 k; U4, and E2M1 with scales of E8M0, whose
  *                  activations may be multiplied in fixed point, + 2^-15 sum over runs of 128 k of (largest |a|)
  *                  (sum |w|)
  *   activation     slope (bound of g) |u| + 4 r |act(g)| (GELU: |g|) + |act(g)| (bound of u) + 2 r |h|; the slope is at

@@ -111,6 +111,26 @@ WGMMA_REGISTERS_S8(32, DS32, "%16,%17,%18,%19", "%20", "%21", IS32)
 WGMMA_REGISTERS_S8(48, DS48, "%24,%25,%26,%27", "%28", "%29", IS48)
 WGMMA_REGISTERS_S8(64, DS64, "%32,%33,%34,%35", "%36", "%37", IS64)
 
+/* The same of e4m3; STRIDE: bytes from octet to octet of b. */
+template <int N> struct wgmma_registers_m64k32_e4m3;
+
+#define WGMMA_REGISTERS_E4M3(...) WGMMA_REGISTERS_E4M3_(__VA_ARGS__)
+#define WGMMA_REGISTERS_E4M3_(N, D, A, B, P, ...)                                                                      \
+  template <> struct wgmma_registers_m64k32_e4m3<N> {                                                                  \
+    template <int STRIDE> static DEVICE void run(float (&d)[N / 2], const uint32_t (&a)[4], uint32_t b, bool add)      \
+    {                                                                                                                  \
+      asm volatile("{.reg .pred p; setp.ne.b32 p, " P ", 0; wgmma.mma_async.sync.aligned.m64n" #N                      \
+                   "k32.f32.e4m3.e4m3 {" D "}, {" A "}, " B ", p, 1, 1;}"                                              \
+                   : __VA_ARGS__                                                                                       \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"((uint64_t)(1 << 30 | STRIDE >> 4) << 32 | b),     \
+                     "r"((uint32_t)add));                                                                              \
+    }                                                                                                                  \
+  };
+WGMMA_REGISTERS_E4M3(8, "%0,%1,%2,%3", "%4,%5,%6,%7", "%8", "%9", "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]))
+WGMMA_REGISTERS_E4M3(16, DS16, "%8,%9,%10,%11", "%12", "%13", FS16)
+
+#undef WGMMA_REGISTERS_E4M3_
+#undef WGMMA_REGISTERS_E4M3
 #undef WGMMA_REGISTERS_S8_
 #undef WGMMA_REGISTERS_S8
 #undef WGMMA_REGISTERS_TYPES_

@@ -189,13 +189,13 @@ template <class S> struct scale_places {
   static constexpr int ROW_BYTES = 4 * S::SCALE_WORDS;
   /* Of a lane's 32 codes, where their number is the format's. */
   static constexpr int RUN = operand<typename S::W>::K_PER_SCALE, SCALES = RUN > 0 ? 32 / (RUN > 0 ? RUN : 1) : 0;
-  uint32_t at[4]; /* of the first slab, skew included */
+  uint32_t at[S::OCTETS]; /* of the first slab, skew included */
 
   DEVICE void set_unit(const gemm_args &args, const mixed_smem<S> &smem, int slot, int row0)
   {
     const uint32_t first = shared_address(smem.scales[0].words) + tid_x() % 4 * SCALES;
 #pragma unroll
-    for (int r = 0; r < 4; r++)
+    for (int r = 0; r < S::OCTETS; r++)
       at[r] = first + (row0 + r * 8) * ROW_BYTES + smem.skew[slot % S::UNIT_SLOTS][row0 + r * 8];
   }
 

@@ -23,14 +23,15 @@ template <class PRODUCT, int CLUSTER_, int BM_, int BN, int BK_, int STAGES_, in
   static constexpr int BM = BM_, BK = BK_, STAGES = STAGES_, CLUSTER = CLUSTER_;
   static constexpr bool SCALED = false;                /* rows have no scales */
   static constexpr bool FIXED = false;                 /* rows are stored in fixed point (gemm/fixed.cuh) */
+  static constexpr bool TWIN = false;                  /* as two codes an element (gemm/twin.cuh) */
   static constexpr int COLUMNS = PRODUCT::HALVES * BN; /* weight rows of a tile */
   static constexpr bool N_MAJOR = false;
   /* Warpgroups: two of consumers; producers of weights, and of rows if there are four, else of both. */
   static constexpr int GROUP = 128, THREADS = WARPS * WARP_SIZE, CONSUMERS = 2, PRODUCERS = THREADS / GROUP - CONSUMERS;
   static constexpr bool APART = PRODUCERS == 2;
-  static constexpr int ROWS = 32; /* weight rows of a warp */
+  static constexpr int ROWS = COLUMNS * WARP_SIZE / (CONSUMERS * GROUP); /* weight rows of a warp */
   /* A warp's outputs, as warpgroup_tile.cuh has them: no less than it stores at once. */
-  static constexpr int BLOCKS = 2, OCTETS = 2 * BLOCKS, ACCUMULATORS = BM > 16 ? BM / 2 : 8;
+  static constexpr int BLOCKS = ROWS / 16, OCTETS = 2 * BLOCKS, ACCUMULATORS = BM > 16 ? BM / 2 : 16 / BLOCKS;
   static constexpr int GRANULE = 16, GRANULES = COLUMNS / GRANULE;
   static constexpr int SLAB = 128, SLABS = BK / SLAB, BITS = operand<typename PRODUCT::W>::BITS;
   static constexpr int ROW_BYTES = BK * BITS / 8; /* codes of a stage */
@@ -45,7 +46,7 @@ template <class PRODUCT, int CLUSTER_, int BM_, int BN, int BK_, int STAGES_, in
       (REGISTERS * THREADS / GROUP - PRODUCER_REGISTERS - ROW_REGISTERS) / CONSUMERS;
   static constexpr int PLANE = 64, PLANES = BK / PLANE; /* rows of A: as wgmma reads them, 128 bytes of k at a time */
   static constexpr int WGMMA_FROM = 32;                 /* tokens: fewer are quicker by mma.sync */
-  static_assert(CLUSTER == 1 && CONSUMERS * GROUP == COLUMNS && (PRODUCERS == 1 || APART), "32 rows a warp");
+  static_assert(CLUSTER == 1 && (ROWS == 16 || ROWS == 32) && (PRODUCERS == 1 || APART), "whole blocks");
   /* Experts whose rows are looked up once: what a fourth stage leaves room for. */
   static constexpr int RANGES = U4 ? MAX_EXPERTS / 2 : MAX_EXPERTS;
   static constexpr int UNIT_SLOTS = UNITS_AHEAD / 2; /* producers are no more than STAGES + 1 units ahead */
@@ -68,6 +69,14 @@ template <class S> struct mixed_smem;
 template <class S> DEVICE void copy_fixed(const gemm_args &args, mixed_smem<S> &smem);
 template <class S>
 DEVICE void store_fixed(mixed_smem<S> &smem, int stage, int slab, int row, int word, const uint4 (&v)[4]);
+/* gemm/twin.cuh */
+template <class S> DEVICE void produce_twins(const gemm_args &args, mixed_smem<S> &smem);
+template <class S, class SCALES>
+DEVICE void multiply_twins(const gemm_args &args, mixed_smem<S> &smem, pipeline_state<S::STAGES> &at, int slot,
+                           SCALES &scales, float (&sums)[S::BLOCKS][S::ACCUMULATORS]);
+template <class S> DEVICE bool twin_scale_is_absent(int code);
+DEVICE float twin_element(const gemm_args &args, int32_t source, int k);
+
 template <class S, int N, class SCALES>
 DEVICE void multiply_fixed(const gemm_args &args, mixed_smem<S> &smem, pipeline_state<S::STAGES> &at, int rows,
                            SCALES &scales, float (&sums)[S::BLOCKS][S::ACCUMULATORS]);
@@ -78,11 +87,11 @@ template <class S> struct mixed_smem {
   scale_stage<S> scales[S::STAGES];
   wgmma_staging<S> staging;
   uint64_t full[S::STAGES], empty[S::STAGES];
-  uint64_t posted[S::APART ? UNITS_AHEAD : 1]; /* a unit is there: for producers of rows of their own */
-  tile_unit units[UNITS_AHEAD];                /* and the one after each */
-  uint8_t skew[S::UNIT_SLOTS][S::COLUMNS];     /* of units: of each weight row's scales, see scale_stage */
-  int32_t sources[2][S::BM];                   /* of a unit's rows in A; the producers' */
-  stream_run<S> run;                           /* of one thread */
+  uint64_t posted[S::APART || S::TWIN ? UNITS_AHEAD : 1]; /* a unit is there: for producers of rows of their own */
+  tile_unit units[UNITS_AHEAD];                           /* and the one after each */
+  uint8_t skew[S::UNIT_SLOTS][S::COLUMNS];                /* of units: of each weight row's scales, see scale_stage */
+  int32_t sources[2][S::BM];                              /* of a unit's rows in A; the producers' */
+  stream_run<S> run;                                      /* of one thread */
   tile_table table;
   row_range ranges[S::RANGES];
 };
@@ -573,10 +582,12 @@ template <class S> DEVICE float absent_products(const gemm_args &args, const til
 #pragma unroll 1
   for (int k0 = 0; k0 < args.k && source >= 0; k0 += RUN) {
     const int code = scales[k0 / RUN * args.b.scale.k_stride];
-    if (!scale_is_absent<typename S::X, typename S::W>(code)) continue;
+    if (S::TWIN ? !twin_scale_is_absent<S>(code) : !scale_is_absent<typename S::X, typename S::W>(code)) continue;
     float part = 0.f;
 #pragma unroll 1
-    for (int k = k0; k < k0 + RUN; k++) part += e2m1_to_f32((uint32_t)codes[k / 2] >> k % 2 * 4 & 15) * to_f32(x[k]);
+    for (int k = k0; k < k0 + RUN; k++)
+      part += e2m1_to_f32((uint32_t)codes[k / 2] >> k % 2 * 4 & 15) *
+              (S::TWIN && args.a_scale ? twin_element(args, source, k) : to_f32(x[k]));
     sum += part * (same_type<typename S::W, nv4> ? e4m3_to_f32(code) : e8m0_to_f32(code));
   }
   return sum;
@@ -603,7 +614,7 @@ template <class S> DEVICE void add_absent(const gemm_args &args, const tile_unit
  * other. */
 template <class S> DEVICE void scale_sums(const gemm_args &args, int expert, warp_sums<S> &acc)
 {
-  constexpr float REST = weight_factors<typename S::X, typename S::W>::REST;
+  constexpr float REST = S::TWIN ? 1.f : weight_factors<typename S::X, typename S::W>::REST;
   if (REST == 1.f && !args.b.global[0]) return;
   float rest[2];
 #pragma unroll
@@ -630,7 +641,9 @@ DEVICE bool multiply_unit(const gemm_args &args, mixed_smem<S> &smem, pipeline_s
 {
   SCALES scales;
   scales.set_unit(args, smem, slot, lane_row<S>());
-  if constexpr (S::FIXED)
+  if constexpr (S::TWIN)
+    multiply_twins<S>(args, smem, at, slot, scales, sums);
+  else if constexpr (S::FIXED)
     multiply_fixed<S, S::BM>(args, smem, at, smem.units[slot].rows, scales, sums);
   else
     multiply<S, S::BM>(args, smem, at, smem.units[slot].rows, scales, sums);
@@ -694,12 +707,12 @@ template <class S> DEVICE bool rows_are_fixed(const gemm_args &args)
 template <class S> DEVICE void mixed_gemm(const gemm_args &args, mixed_smem<S> &smem)
 {
   if (threadIdx.x == 0) {
-    const int arrivals = rows_are_fixed<S>(args) ? S::GROUP : S::GROUP / WARP_SIZE;
+    const int arrivals = S::TWIN ? 0 : rows_are_fixed<S>(args) ? S::GROUP : S::GROUP / WARP_SIZE;
     for (int s = 0; s < S::STAGES; s++) {
       mbarrier_init(&smem.full[s], S::GROUP + arrivals);
       mbarrier_init(&smem.empty[s], S::CONSUMERS * S::GROUP / WARP_SIZE);
     }
-    for (int u = 0; S::APART && u < UNITS_AHEAD; u++) mbarrier_init(&smem.posted[u], 1);
+    for (int u = 0; (S::APART || S::TWIN) && u < UNITS_AHEAD; u++) mbarrier_init(&smem.posted[u], 1);
     fence_mbarrier_init();
   }
   if (!args.protocol.early_inputs) wait_for_earlier_grids();
@@ -710,7 +723,10 @@ template <class S> DEVICE void mixed_gemm(const gemm_args &args, mixed_smem<S> &
   if (tiles == 0) return wait_for_earlier_grids();
   if (threadIdx.x < S::GROUP) {
     change_registers<S::REGISTERS, S::PRODUCER_REGISTERS>();
-    produce<S>(args, smem);
+    if constexpr (S::TWIN)
+      produce_twins<S>(args, smem);
+    else
+      produce<S>(args, smem);
   } else if (S::APART && threadIdx.x < 2 * S::GROUP) {
     if constexpr (S::APART) {
       change_registers<S::REGISTERS, S::ROW_REGISTERS>();

@@ -1,5 +1,6 @@
 /* Activations become codes, or fixed point: all rows, dealt to the grid. */
 #include "device/fixed_point.cuh"
+#include "device/twin_codes.cuh"
 #include "quant/quantize.cuh"
 
 template <class X, class Q, int WARPS> DEVICE void quantize_codes(const quantize_args &a)
@@ -27,9 +28,14 @@ template <class X, class Q, int WARPS> DEVICE void quantize_fixed(const quantize
     uint4 v[4];
 #pragma unroll
     for (int q = 0; q < 4; q++) v[q] = ld_global(from + q * FIXED_RUN, there && q * FIXED_RUN < bytes);
-    const float scale = put_fixed<X, 1>(v, [&](int plane, int chunk, uint32_t four) {
+    const auto put = [&](int plane, int chunk, uint32_t four) {
       if (there && chunk * 16 < bytes) *reinterpret_cast<uint32_t *>(to + plane * bytes + chunk * 16) = four;
-    });
+    };
+    float scale;
+    if constexpr (same_type<Q, e4m3>)
+      scale = put_twins<1>(v, put);
+    else
+      scale = put_fixed<X, 1>(v, put);
     if (there && word == 0) a.scale[slab * a.scale_ld + row] = scale;
   }
 }

@@ -47,5 +47,11 @@ template <int N> struct wgmma_registers_m64k32_s8 {
     wgmma<s8, N, false, false>(d, a, 0, 0x40000040ull << 32 | b, add);
   }
 };
+template <int N> struct wgmma_registers_m64k32_e4m3 {
+  template <int STRIDE> static DEVICE void run(float (&d)[N / 2], const uint32_t (&a)[4], uint32_t b, bool add)
+  {
+    wgmma<e4m3, N, false, false>(d, a, 0, (uint64_t)(1 << 30 | STRIDE >> 4) << 32 | b, add);
+  }
+};
 
 #endif

@@ -1,0 +1,557 @@
+/*
+ * twin: as mixed (gemm/mixed.cuh), weights of mx4, activations in bf16 and few rows an expert, where what counts is how
+ * few instructions a weight takes. A code of e2m1 moved two bits up is a code of e4m3, 2^-6 of it: eight weights become
+ * operands by seven instructions, where bf16 takes sixteen. Activations are two codes of e4m3 each
+ * (device/twin_codes.cuh), made by a launch ahead (args.a_scale); without one a warp of producers makes them.
+ *
+ * A CTA has a warpgroup of producers and two of consumers, of 64 weight rows each, and an SM two CTAs: what a wgmma of
+ * few columns takes, and the end of a unit, are hidden by other warps' work.
+ *
+ *   sums    of 32 k, whose weights share a scale: the tensor core adds in 14 bits. Scaled by the weights' scale they
+ *           are added up in f32, those of a slab of 128 k scaled by the row's
+ *   columns up to 4 rows have their larger parts in columns 0 to 3, their rests in 4 to 7; more have both in the same
+ *           sums
+ *
+ * Order of k. Of 32 k lane q of four has the codes of k = 8 q .. 8 q + 7, a word: its lower nibbles, the even ones, are
+ * multiplied by bytes 4 q .. of a row in shared memory, the upper ones by 16 + 4 q ..
+ */
+#ifndef CUMOE_TWIN_CUH
+#define CUMOE_TWIN_CUH
+
+#include "device/twin_codes.cuh"
+#include "gemm/mixed.cuh"
+
+template <class S> struct twin_scales;
+
+template <class PRODUCT, int CLUSTER, int BM, int BN, int BK, int STAGES, int WARPS>
+struct twin_shape : mixed_shape<PRODUCT, CLUSTER, BM, BN, BK, STAGES, WARPS> {
+  using SCALES = twin_scales<twin_shape>;
+  static constexpr bool TWIN = true, SCALED = true, SCALES_BY_COPY = false; /* of rows, a scale a slab */
+  static constexpr int LANES = twin_shape::ROW_BYTES / 16;
+  static constexpr int REGISTERS = 80, PRODUCER_REGISTERS = 64, CONSUMER_REGISTERS = 88;
+  static constexpr int RANGES = MAX_EXPERTS / 4;
+  static_assert(same_type<typename PRODUCT::X, bf16> && same_type<typename PRODUCT::W, mx4>, "see above");
+  static_assert(BK == 256 && BM == 16 && twin_shape::ROWS == 16, "row_scales has room for two slabs a stage");
+};
+
+/* Where row r of a slab begins, and its rests behind the larger parts. */
+enum { REST_BYTES = 1024, SHARED_ROWS = 4 /* of an octet, with their rests */ };
+DEVICE int twin_row_offset(int r)
+{
+  return r / 8 * 2 * REST_BYTES + r % 8 * 128;
+}
+
+/* Whether a unit's rows share an octet with their rests. Not where their expert has another tile: a row's bits do not
+ * depend on which of them it is in. */
+template <class S> DEVICE bool rows_share_octet(const mixed_smem<S> &smem, const tile_unit &unit)
+{
+  return unit.rows <= SHARED_ROWS && smem.table.before[unit.expert + 1] - smem.table.before[unit.expert] == 1;
+}
+
+/* Asked for anew each time: registers are few. */
+DEVICE int twin_lane()
+{
+  return (int)(tid_x() % WARP_SIZE);
+}
+
+/* ---- producers ---- */
+
+/* By two warps: 16 bytes of every eighth weight row a thread. */
+template <class S> struct twin_codes {
+  const char *origin[2]; /* of its first rows in the first and second eight of a granule */
+  int64_t step;          /* bytes from a granule to the next */
+  int left;              /* weight rows of the tile */
+
+  DEVICE static int lane() { return (int)tid_x() % S::LANES; }
+  DEVICE static int row() { return (int)tid_x() / S::LANES; }
+
+  DEVICE void set_unit(const gemm_args &args, mixed_smem<S> &smem, int slot)
+  {
+    const tile_unit unit = smem.units[slot];
+    int gated = S::gated(args);
+    hold(gated);
+    const int64_t stride = args.b.n_stride * S::BITS / 8;
+    const int channel = unit.n * granule_channels<S>(args) + row();
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+      origin[h] = code_base(args.b, gated ? h : 0, unit.expert, S::BITS) + (channel + (gated ? 0 : 8 * h)) * stride +
+                  lane() * 16;
+    step = (gated ? 8 : 16) * stride;
+    left = (unit.end - unit.n) * S::GRANULE;
+    if (!gated) left = min(left, args.n - unit.n * S::GRANULE);
+  }
+
+  /* Of k0 and on; past the end of k zeros. Channels come in octets. */
+  DEVICE void copy(const gemm_args &args, mixed_smem<S> &smem, int stage, int k0) const
+  {
+    const int bytes = k0 + lane() * 32 < args.k ? 16 : 0;
+    const char *from[2] = {origin[0] + (bytes ? k0 / 2 : 0), origin[1] + (bytes ? k0 / 2 : 0)};
+    uint32_t to = shared_address(smem.codes[stage]) + code_offset<S>(row(), lane());
+    int there = left;
+    if (there == S::COLUMNS) {
+#pragma unroll
+      for (int i = 0; i < S::COLUMNS / 8; i++) {
+        cp_async_cg_16(to + i * 8 * S::ROW_BYTES, from[i % 2], bytes, EVICT_FIRST);
+        from[i % 2] += step;
+      }
+      return;
+    }
+#pragma unroll 1
+    for (; there > 0; there -= 16, to += 16 * S::ROW_BYTES) {
+      cp_async_cg_16(to, from[0], bytes, EVICT_FIRST);
+      if (there > 8) cp_async_cg_16(to + 8 * S::ROW_BYTES, from[1], bytes, EVICT_FIRST);
+      from[0] += step, from[1] += step;
+    }
+  }
+
+  DEVICE void arrive(const gemm_args &, uint64_t *full) const
+  {
+    cp_async_mbarrier_arrive_noinc(full);
+  }
+};
+
+/* By a warp: scales of weights. Where they lie in vectors (lane_weights.cuh) they are copied, else they come by
+ * registers, a stage ahead: copies of fewer than 16 bytes each take a line of L1, which has no room. */
+template <class S> struct twin_weight_scales {
+  static constexpr int ROWS = S::COLUMNS / WARP_SIZE, WORDS = S::SCALE_BYTES / 4 + 1,
+                       APART = WARP_SIZE * 4 * S::SCALE_WORDS; /* a lane's rows */
+  const uint8_t *row[ROWS];
+  uint32_t ahead[ROWS][WORDS];
+
+  DEVICE static int row_of(int i) { return twin_lane() + i * WARP_SIZE; }
+
+  DEVICE void set_unit(const gemm_args &args, mixed_smem<S> &smem, int slot)
+  {
+    const tile_unit unit = smem.units[slot];
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) {
+      row[i] = scales_of_row<S>(args, unit, row_of(i));
+      const int turn = scales_in_vectors<S>(args) ? 15 : scales_in_words<S>(args) ? 3 : 0;
+      smem.skew[slot % S::UNIT_SLOTS][row_of(i)] = (uintptr_t)row[i] & turn;
+    }
+    if (!scales_in_vectors<S>(args) && scales_in_words<S>(args)) load(args, 0);
+  }
+
+  /* Of k0 and on. No word is read that has no scale of the row. */
+  DEVICE void load(const gemm_args &args, int k0)
+  {
+    const int first = k0 / 32, bytes = min(args.k - k0, (int)S::BK) / 32;
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) {
+      const int before = (int)((uintptr_t)row[i] + first & 3);
+      const uint32_t *from = reinterpret_cast<const uint32_t *>(row[i] + first - before);
+#pragma unroll
+      for (int w = 0; w < WORDS; w++) ahead[i][w] = w * 4 < before + bytes ? __ldg(from + w) : 0;
+    }
+  }
+
+  DEVICE void copy(const gemm_args &args, mixed_smem<S> &smem, int stage, int k0)
+  {
+    const uint32_t to = shared_address(smem.scales[stage].words[row_of(0)]);
+    if (scales_in_vectors<S>(args)) {
+#pragma unroll
+      for (int i = 0; i < ROWS; i++) {
+        const uint8_t *from = row[i] + k0 / 32;
+        cp_async_cg_16(to + i * APART, from - (uintptr_t)from % 16, 16);
+      }
+    } else if (scales_in_words<S>(args)) {
+#pragma unroll
+      for (int i = 0; i < ROWS; i++)
+#pragma unroll
+        for (int w = 0; w < WORDS; w++) sts_32(to + i * APART + w * 4, ahead[i][w]);
+      if (k0 + S::BK < args.k) load(args, k0 + S::BK);
+    } else {
+      copy_strided(args, smem.scales[stage], k0);
+    }
+  }
+
+  DEVICE void copy_strided(const gemm_args &args, scale_stage<S> &to, int k0) const
+  {
+    const int first = k0 / 32, bytes = min(args.k - k0, (int)S::BK) / 32;
+#pragma unroll
+    for (int i = 0; i < ROWS; i++)
+#pragma unroll 1
+      for (int b = 0; b < bytes; b++)
+        reinterpret_cast<uint8_t *>(to.words[row_of(i)])[b] = row[i][(first + b) * args.b.scale.k_stride];
+  }
+
+  DEVICE void arrive(const gemm_args &args, uint64_t *full) const
+  {
+    if (scales_in_vectors<S>(args))
+      cp_async_mbarrier_arrive_noinc(full);
+    else
+      mbarrier_arrive(full);
+  }
+};
+
+/* By a warp: chunk lane % 8 of every fourth row a lane; of a row and slab the scale. */
+template <class S> struct twin_rows {
+  static constexpr int CHUNKS = FIXED_GROUP / 16, STEP = WARP_SIZE / CHUNKS, EACH = S::BM / STEP;
+  static_assert(S::SLABS * S::BM <= WARP_SIZE && STEP == SHARED_ROWS, "a scale a lane");
+  const char *from[EACH]; /* where its chunks of rows begin */
+  uint32_t there;         /* a bit a row: else zeros */
+  int32_t rows, scaled;
+  bool shared;
+
+  DEVICE static int chunk() { return twin_lane() % CHUNKS; }
+  DEVICE static int row(int i) { return twin_lane() / CHUNKS + i * STEP; }
+  DEVICE static int own_slab() { return twin_lane() / S::BM; }
+
+  DEVICE static int32_t find(const gemm_args &args, const tile_unit &unit, int r)
+  {
+    if (r >= unit.rows) return -1;
+    const int32_t source = known_source(args, unit.row + r);
+    if (source < 0) report_fault_inline(args.fault, FAULT_ROUTE, 0, args.row_pair[unit.row + r]);
+    return source;
+  }
+
+  DEVICE void set_unit(const gemm_args &args, mixed_smem<S> &smem, int slot)
+  {
+    const tile_unit unit = smem.units[slot];
+    rows = unit.rows;
+    shared = rows_share_octet(smem, unit);
+    there = 0;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+      const int32_t source = find(args, unit, row(i));
+      from[i] = static_cast<const char *>(args.a) + (source < 0 ? 0 : source * args.a_ld * 2 + chunk() * 16);
+      there |= (uint32_t)(source >= 0) << i;
+    }
+    const int r = twin_lane() % S::BM;
+    scaled = own_slab() < S::SLABS && r < unit.rows ? known_source(args, unit.row + r) : -1;
+  }
+
+  /* Of the stage of k0 and on; where there is no row, and past the end of k, zeros. A slab's planes are as long as its
+   * k. Octets without a row are left. */
+  DEVICE void copy(const gemm_args &args, mixed_smem<S> &smem, int stage, int k0) const
+  {
+    const uint32_t first = shared_address(smem.rows[stage][0]);
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+      if (i > 0 && (shared || row(i) / 8 * 8 >= rows)) break;
+      const uint32_t to = first + twin_row_offset(row(i)) + (chunk() ^ row(i) % 8) * 16,
+                     rest = shared ? (to ^ 64) + SHARED_ROWS * 128 : to + REST_BYTES;
+#pragma unroll
+      for (int slab = 0; slab < S::SLABS; slab++) {
+        const int k = k0 + slab * FIXED_GROUP, bytes = min(args.k - k, (int)FIXED_GROUP);
+        const bool known = there >> i & 1 && chunk() * 16 < bytes;
+        const char *own = known ? from[i] + k * 2 : static_cast<const char *>(args.a);
+        cp_async_cg_16(to + slab * 2 * S::BM * 128, own, known ? 16 : 0);
+        cp_async_cg_16(rest + slab * 2 * S::BM * 128, own + (known ? bytes : 0), known ? 16 : 0);
+      }
+    }
+    const int own = k0 / FIXED_GROUP + own_slab();
+    const bool known = scaled >= 0 && own * FIXED_GROUP < args.k;
+    if (own_slab() < S::SLABS)
+      cp_async_ca_4(shared_address(&smem.staging.row_scales[own_slab()][stage][twin_lane() % S::BM]),
+                    args.a_scale + (known ? own * args.a_scale_ld + scaled : 0), known ? 4 : 0);
+  }
+
+  DEVICE void arrive(const gemm_args &, uint64_t *full) const
+  {
+    cp_async_mbarrier_arrive_noinc(full);
+  }
+};
+
+/* By a warp, where no launch ahead has made them, which would be quicker: four lanes have a slab of a row; of four rows
+ * two slabs at once. */
+template <class S> struct twin_rows_here {
+  static constexpr int LANES = 4;
+  static_assert(WARP_SIZE / LANES == SHARED_ROWS * S::SLABS, "four rows at once");
+  int32_t rows, slot;
+  bool shared;
+
+  DEVICE static int word() { return twin_lane() % LANES; }
+  DEVICE static int row() { return twin_lane() / LANES % SHARED_ROWS; }
+  DEVICE static int slab() { return twin_lane() / (LANES * SHARED_ROWS); }
+
+  DEVICE void set_unit(const gemm_args &args, mixed_smem<S> &smem, int at)
+  {
+    const tile_unit unit = smem.units[at];
+    rows = unit.rows;
+    shared = rows_share_octet(smem, unit);
+    slot = at;
+    __syncwarp();
+    if (twin_lane() < S::BM) smem.sources[slot % 2][twin_lane()] = twin_rows<S>::find(args, unit, twin_lane());
+    __syncwarp();
+  }
+
+  DEVICE void load(const gemm_args &args, const mixed_smem<S> &smem, int pass, int k0, uint4 (&v)[4]) const
+  {
+    const int32_t source = smem.sources[slot % 2][pass * SHARED_ROWS + row()]; /* -1: none */
+    const int k = k0 + slab() * FIXED_GROUP;
+    const bf16 *from = static_cast<const bf16 *>(args.a) + source * args.a_ld + k + word() * 8;
+#pragma unroll
+    for (int q = 0; q < 4; q++) v[q] = ld_global(from + q * 32, source >= 0 && k + q * 32 < args.k);
+  }
+
+  DEVICE void store(mixed_smem<S> &smem, int stage, int pass, const uint4 (&v)[4]) const
+  {
+    const int r = pass * SHARED_ROWS + row();
+    int to[2]; /* of chunk 0 of either plane */
+    to[0] = (int)(shared_address(smem.rows[stage][slab() * 2]) + twin_row_offset(r) + r % 8 * 16 + word() * 4);
+    to[1] = shared ? (to[0] ^ 64) + SHARED_ROWS * 128 : to[0] + REST_BYTES;
+    hold(to[0]), hold(to[1]); /* no sixteen registers from before the loop */
+    const float scale =
+        put_twins<1>(v, [&](int plane, int chunk, uint32_t four) { sts_32((uint32_t)to[plane] ^ chunk * 16, four); });
+    if (word() == 0) smem.staging.row_scales[slab()][stage][r] = scale;
+  }
+
+  DEVICE void copy(const gemm_args &args, mixed_smem<S> &smem, int stage, int k0)
+  {
+#pragma unroll 1
+    for (int pass = 0; pass * SHARED_ROWS < rows; pass++) {
+      uint4 v[4];
+      load(args, smem, pass, k0, v);
+      store(smem, stage, pass, v);
+    }
+  }
+
+  DEVICE void arrive(const gemm_args &, uint64_t *full) const
+  {
+    mbarrier_arrive(full);
+  }
+};
+
+/* The run's next unit, for producers; consumers see it behind the barrier of a later stage. */
+template <class S> DEVICE void post_unit(const gemm_args &args, mixed_smem<S> &smem, int slot)
+{
+  slot %= UNITS_AHEAD;
+  if (tid_x() == 0) {
+    smem.units[slot] = smem.run.next(args, smem);
+    mbarrier_arrive(&smem.posted[slot]);
+  }
+  __syncwarp();
+}
+
+/* A part of what stages hold: unit by unit. The first warp finds the units. */
+template <class S, class PART> DEVICE void produce_part(const gemm_args &args, mixed_smem<S> &smem)
+{
+  pipeline_state<S::STAGES> at;
+  pipeline_state<UNITS_AHEAD> unit;
+  wait_for(&smem.posted[0], 0);
+  if (smem.units[0].expert < 0) mbarrier_arrive(&smem.full[0]);
+#pragma unroll 1
+  while (smem.units[unit.stage].expert >= 0) {
+    PART part;
+    part.set_unit(args, smem, unit.stage);
+#pragma unroll 1
+    for (int k0 = 0; k0 < args.k; k0 += S::BK, at.advance()) {
+      wait_for(&smem.empty[at.stage], at.phase ^ 1);
+      part.copy(args, smem, at.stage, k0);
+      if (same_type<PART, twin_codes<S>> && k0 == 0 && (int)(tid_x() / WARP_SIZE) == 0)
+        post_unit<S>(args, smem, unit.stage + 1);
+      part.arrive(args, &smem.full[at.stage]);
+    }
+    unit.advance();
+    wait_for(&smem.posted[unit.stage], unit.phase);
+  }
+}
+
+/* With early inputs rows alone wait for the grid ahead, which makes them. */
+template <class S> DEVICE void produce_twins(const gemm_args &args, mixed_smem<S> &smem)
+{
+  if ((int)(tid_x() / WARP_SIZE) < 2) {
+    if (tid_x() == 0) smem.run = stream_run<S>(args, smem.table.before[args.experts]);
+    if ((int)(tid_x() / WARP_SIZE) == 0) post_unit<S>(args, smem, 0);
+    produce_part<S, twin_codes<S>>(args, smem);
+  } else if ((int)(tid_x() / WARP_SIZE) == 2) {
+    if (args.protocol.early_inputs) wait_for_earlier_grids();
+    if (args.a_scale)
+      produce_part<S, twin_rows<S>>(args, smem);
+    else
+      produce_part<S, twin_rows_here<S>>(args, smem);
+  } else {
+    produce_part<S, twin_weight_scales<S>>(args, smem);
+  }
+}
+
+/* ---- consumers: scales ---- */
+
+/* Of a weight's scale: the largest that sums of a slab have room for. */
+enum { TWIN_LARGEST = 230 };
+
+template <class S> DEVICE bool twin_scale_is_absent(int code)
+{
+  return code > TWIN_LARGEST;
+}
+
+/* Element k of a row that a launch ahead has made ready. */
+DEVICE float twin_element(const gemm_args &args, int32_t source, int k)
+{
+  const int slab = k / FIXED_GROUP, first = slab * FIXED_GROUP, bytes = min(args.k - first, (int)FIXED_GROUP);
+  const uint8_t *code = static_cast<const uint8_t *>(args.a) + (source * args.a_ld + first) * 2 +
+                        (k - first) / 32 * 32 + k % 2 * 16 + k % 32 / 2;
+  return (e4m3_to_f32(code[0]) + e4m3_to_f32(code[bytes])) * args.a_scale[slab * args.a_scale_ld + source];
+}
+
+/* Of a lane's rows the scales of 32 k of each slab, of which other lanes have the rest. */
+template <class S> struct twin_scales : scale_places<S> {
+  using stage_factors = float[S::SLABS][S::OCTETS];
+  bool absent = false; /* some of a tile's scales are not in its products */
+  bool vectors;
+
+  DEVICE void set_unit(const gemm_args &args, const mixed_smem<S> &smem, int slot, int row0)
+  {
+    scale_places<S>::set_unit(args, smem, slot, row0);
+    vectors = scales_in_vectors<S>(args);
+  }
+
+  DEVICE void load(const gemm_args &args, int stage, int k0, stage_factors &by)
+  {
+    const uint32_t turn = vectors ? k0 / S::BK * S::SCALE_BYTES % 16 : 0;
+    uint32_t most = 0, e[S::SLABS][S::OCTETS];
+#pragma unroll
+    for (int s = 0; s < S::SLABS; s++)
+#pragma unroll
+      for (int r = 0; r < S::OCTETS; r++) {
+        e[s][r] = lds_u8((this->at[r] + this->slab_offset(stage, s)) ^ turn);
+        most = max(most, e[s][r]);
+        by[s][r] = __uint_as_float(max(e[s][r] << 23, 1u << 22)); /* 0: 2^-127, subnormal */
+      }
+    if (most <= TWIN_LARGEST) return;
+#pragma unroll
+    for (int s = 0; s < S::SLABS; s++)
+#pragma unroll
+      for (int r = 0; r < S::OCTETS; r++) {
+        if (!twin_scale_is_absent<S>(e[s][r])) continue;
+        by[s][r] = 0.f; /* also what lies past the end */
+        absent = absent || this->inside(args, k0 + s * S::SLAB);
+      }
+  }
+};
+
+/* ---- consumers: products ---- */
+
+/* A word of codes as two registers of four codes of e4m3. */
+DEVICE void e4m3_words(uint32_t codes, uint32_t &even, uint32_t &odd)
+{
+  even = (codes << 4 & 0x80808080) | (codes << 2 & 0x1c1c1c1c);
+  odd = (codes & 0x80808080) | (codes >> 2 & 0x1c1c1c1c);
+}
+
+/* Rows of a unit, at most; which columns they have. */
+template <int ROWS> struct twin_columns {
+  static constexpr bool SHARED = ROWS <= SHARED_ROWS; /* else both codes go into the same sums */
+  static constexpr int N = SHARED ? 8 : ROWS, SUMS = N / 2;
+  static constexpr int AHEAD = N > 8 ? 0 : 1; /* pairs of runs under way while one is scaled: as registers are there */
+};
+
+/* 64 k under way: two runs of 32 k, of `words` and at `rows`. */
+template <class S, class C>
+DEVICE void multiply_pair(const uint32_t (&words)[4], uint32_t rows, uint32_t (&a)[2][4], float (&parts)[2][C::SUMS])
+{
+#pragma unroll
+  for (int b = 0; b < 2; b++)
+#pragma unroll
+    for (int r = 0; r < 2; r++) e4m3_words(words[b * 2 + r], a[b][r], a[b][2 + r]);
+  using product = wgmma_registers_m64k32_e4m3<C::N>;
+  wgmma_fence();
+#pragma unroll
+  for (int b = 0; b < 2; b++) product::template run<2 * REST_BYTES>(parts[b], a[b], rows + b * 2, false);
+  if constexpr (!C::SHARED)
+#pragma unroll
+    for (int b = 0; b < 2; b++)
+      product::template run<2 * REST_BYTES>(parts[b], a[b], rows + b * 2 + (REST_BYTES >> 4), true);
+  wgmma_commit_group();
+}
+
+/* total += parts of the pair of runs `pair` of a slab, of whose rows this lane and its three neighbours have the scales
+ * of a run each. */
+template <class S, class C>
+DEVICE void add_scaled(const float (&by)[S::OCTETS], int pair, float (&parts)[2][C::SUMS], float (&total)[C::SUMS])
+{
+#pragma unroll
+  for (int b = 0; b < 2; b++) {
+    float factor[S::OCTETS];
+#pragma unroll
+    for (int r = 0; r < S::OCTETS; r++) factor[r] = __shfl_sync(ALL_LANES, by[r], pair * 2 + b, 4);
+    hold(parts[b]);
+#pragma unroll
+    for (int i = 0; i < C::SUMS; i++) {
+      const float own = factor[i / 2 % 2];
+      total[i] = pair == 0 && b == 0 ? parts[b][i] * own : fmaf(parts[b][i], own, total[i]);
+    }
+  }
+}
+
+/* sums += total, of a slab, whose rows' scales are there from `scales` on. */
+template <class C> DEVICE void add_total(const float *scales, const float (&total)[C::SUMS], float (&sums)[C::SUMS])
+{
+#pragma unroll
+  for (int octet = 0; octet < C::SUMS / 4; octet++) {
+    const int first = (int)(tid_x() % 4) * 2;
+    const float2 own = *reinterpret_cast<const float2 *>(scales + octet * 8 + (C::SHARED ? first % 4 : first));
+#pragma unroll
+    for (int i = octet * 4; i < octet * 4 + 4; i++) sums[i] = fmaf(total[i], i % 2 ? own.y : own.x, sums[i]);
+  }
+}
+
+/* Where a lane reads its matrix of codes of the first 64 k of stage 0: rows by octet, then the runs of 32 k. */
+template <class S> DEVICE uint32_t place_of_matrices(const mixed_smem<S> &smem)
+{
+  const int lane = tid_x() % WARP_SIZE;
+  return shared_address(smem.codes[0]) + code_offset<S>(consumer_warp<S>() * S::ROWS + lane % 16, lane / 16);
+}
+
+template <class S, class C, class SCALES>
+DEVICE void multiply_twins_n(const gemm_args &args, mixed_smem<S> &smem, pipeline_state<S::STAGES> &at, SCALES &scales,
+                             float (&sums)[C::SUMS])
+{
+  constexpr int PAIRS = S::BK / 64, KEPT = 1 + C::AHEAD;
+  const uint32_t place = place_of_matrices<S>(smem);
+#pragma unroll 1
+  for (int k0 = 0; k0 < args.k; k0 += S::BK, at.advance()) {
+    const uint32_t codes = place + at.stage * (uint32_t)sizeof(smem.codes[0]),
+                   rows = __shfl_sync(ALL_LANES, (uint32_t)wgmma_operand(smem.rows[at.stage]), 0);
+    float by[S::SLABS][S::OCTETS], parts[KEPT][2][C::SUMS], total[C::SUMS];
+    uint32_t a[KEPT][2][4], words[2][4];
+    wait_for(&smem.full[at.stage], at.phase);
+    ldmatrix_x4(words[0], codes);
+    scales.load(args, at.stage, k0, by);
+    fence_proxy_async_shared(); /* rows come by cp.async */
+#pragma unroll
+    for (int i = 0; i < PAIRS + C::AHEAD; i++) {
+      const int done = i - C::AHEAD;
+      if (i + 1 < PAIRS) ldmatrix_x4(words[(i + 1) % 2], codes ^ (i + 1) * 32);
+      if (i < PAIRS)
+        multiply_pair<S, C>(words[i % 2], rows + i / 2 * (2 * S::BM * 128 >> 4) + i % 2 * 4, a[i % KEPT],
+                            parts[i % KEPT]);
+      if (done < 0) continue;
+      if (i < PAIRS)
+        wgmma_wait_group<C::AHEAD>();
+      else
+        wgmma_wait_group<0>();
+      add_scaled<S, C>(by[done / 2], done % 2, parts[done % KEPT], total);
+      if (done % 2) add_total<C>(smem.staging.row_scales[done / 2][at.stage], total, sums);
+    }
+    release<S>(smem, at.stage);
+  }
+}
+
+template <class S, int ROWS, class SCALES>
+DEVICE void multiply_twin_rows(const gemm_args &args, mixed_smem<S> &smem, pipeline_state<S::STAGES> &at,
+                               SCALES &scales, float (&sums)[S::BLOCKS][S::ACCUMULATORS])
+{
+  using columns = twin_columns<ROWS>;
+  float own[columns::SUMS] = {};
+  multiply_twins_n<S, columns>(args, smem, at, scales, own);
+#pragma unroll
+  for (int i = 0; i < columns::SUMS; i++) {
+    if (columns::SHARED) own[i] += __shfl_xor_sync(ALL_LANES, own[i], 2);
+    sums[0][i] = own[i] * 0x1p6f;
+  }
+}
+
+template <class S, class SCALES>
+DEVICE void multiply_twins(const gemm_args &args, mixed_smem<S> &smem, pipeline_state<S::STAGES> &at, int slot,
+                           SCALES &scales, float (&sums)[S::BLOCKS][S::ACCUMULATORS])
+{
+  if (rows_share_octet(smem, smem.units[slot])) return multiply_twin_rows<S, SHARED_ROWS>(args, smem, at, scales, sums);
+  if (smem.units[slot].rows > 8)
+    multiply_twin_rows<S, S::BM>(args, smem, at, scales, sums);
+  else
+    multiply_twin_rows<S, 8>(args, smem, at, scales, sums);
+}
+
+#endif
