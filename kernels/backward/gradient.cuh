@@ -49,6 +49,7 @@ struct gradient_grid {
   bool share_p;                 /* the two tiles are neighbours along q, and share p; else the other way round */
   int32_t tall, wide;           /* units along p, along q */
   int32_t experts_on, units_on; /* steps from a cluster's unit to its next one */
+  int32_t turn;                 /* experts_on, less whole turns of an expert's units */
 };
 
 template <class S> DEVICE gradient_grid gradient_grid_of(const weight_gradient_args &g)
@@ -65,6 +66,7 @@ template <class S> DEVICE gradient_grid gradient_grid_of(const weight_gradient_a
   const int32_t each = m.tall * m.wide, clusters = (int)gridDim.x / S::CLUSTER;
   m.experts_on = clusters / each;
   m.units_on = clusters % each;
+  m.turn = m.experts_on % each;
   return m;
 }
 
@@ -98,29 +100,35 @@ template <class S> struct gradient_smem {
   gradient_tile tiles[S::THREADS / WARP_SIZE];
 };
 
-/* Goes through a cluster's units: of all experts' units, every gridDim.x / CLUSTER-th. */
+/* Goes through a cluster's units: of all experts' units, every gridDim.x / CLUSTER-th. An expert's are counted from
+ * another one than those of the expert before: else a cluster might get the same unit of all, one with less to do. */
 struct gradient_cursor {
   int32_t expert, unit; /* unit: among the expert's */
+  int32_t shift;        /* expert, less whole turns */
 
   template <class S> DEVICE static gradient_cursor first(const gradient_grid &m)
   {
     const int32_t index = (int)blockIdx.x / S::CLUSTER, each = m.tall * m.wide;
-    return {index / each, index % each};
+    return {index / each, index % each, index / each % each};
   }
 
   DEVICE void advance(const gradient_grid &m)
   {
+    const int32_t each = m.tall * m.wide;
     expert += m.experts_on;
     unit += m.units_on;
-    if (unit >= m.tall * m.wide) unit -= m.tall * m.wide, expert++;
+    shift += m.turn;
+    if (unit >= each) unit -= each, expert++, shift++;
+    if (shift >= each) shift -= each;
   }
 
   /* p advances first, inside bands: what 66 clusters read at a time stays in L2. */
   DEVICE gradient_tile tile(const gradient_grid &m) const
   {
     constexpr uint32_t BAND = 8;
-    const uint32_t band = (uint32_t)unit / (BAND * m.wide) * BAND, height = min(m.tall - band, BAND);
-    const uint32_t in_band = unit - band * m.wide, j = height == BAND ? in_band / BAND : in_band / height;
+    const int32_t each = m.tall * m.wide, own = unit + shift - (unit + shift >= each ? each : 0);
+    const uint32_t band = (uint32_t)own / (BAND * m.wide) * BAND, height = min(m.tall - band, BAND);
+    const uint32_t in_band = own - band * m.wide, j = height == BAND ? in_band / BAND : in_band / height;
     const int32_t i = (int32_t)(band + in_band - j * height), rank = (int32_t)cluster_ctarank();
     return {expert, m.share_p ? i : 2 * i + rank, m.share_p ? 2 * (int32_t)j + rank : (int32_t)j};
   }
