@@ -950,8 +950,8 @@ static void run_gradient_row(cumoe_context context, cumoe_context cpu, const cum
   const pattern p = (pattern)(i % PATTERN_COUNT);
   layer_spec s = whole_spec(p, 140 + i * 7, i / 3 % 2);
   s.desc.dtype = v->x ? v->x : CUMOE_F16;
-  s.desc.hidden = 264;
-  s.desc.inter = 200;
+  s.desc.hidden = i < 8 ? 264 : 392;
+  s.desc.inter = i < 8 ? 200 : 24;
   s.desc.num_experts = i < 8 ? 6 : 90;
   s.form = (weights_form){.gate_order = orders[i % 4], .up_major = 1 + i / 4 % 2, .down_major = 1 + i / 2 % 2};
   case_begin("%s: %s, %d", v->name, pattern_name(p), i);
