@@ -248,8 +248,8 @@ static cumoe_status backward_rows(const backward *b, const expert_rows *e, bool 
     d_rows.k *= 2;
     d_rows.halves = 1;
   }
-  /* The gradient of down, the grid ahead, has waited for those before it, d z among them, and it touches neither d z nor
-   * d x (nor x's copy, where d x goes): its last units and the first ones of d x may run side by side. */
+  /* The gradient of down, the grid ahead, has waited for those before it, and touches neither d z nor the place of d x,
+   * where x's copy is: its last units and the first ones of d x may run side by side. */
   const drawn_work work = {.tickets = tickets_of(b, TICKETS_OF_D_ROWS), .beside = e->d != NULL};
   TRY(multiply_rows(b->p.context, &d_rows, e->padded ? &work : NULL, b->p.stream));
   return dispatch(b->p.context, OP_pair_gradient, &pairs, b->p.stream);

@@ -27,11 +27,7 @@ template <int COLUMNS> struct gate_room {
 struct gate_slot {
   int id; /* -1: it weighs 0 */
   double score, d;
-  float given; /* d of the weight, before anything else */
 };
-
-/* A thread's columns are fetched, and exponentials worked out, by so many: a token is one chain of latencies. */
-constexpr int GATE_EACH = 4;
 
 DEVICE int columns_of(const gate_args &g)
 {
@@ -45,32 +41,18 @@ DEVICE int id_of_slot(const gate_args &g, int64_t at)
   return id >= 0 && id < columns_of(g) ? (int)id : -1;
 }
 
-template <int THREADS>
-DEVICE void load_token(const gate_backward_args &a, int64_t token, gate_token &t, gate_slot &slot)
+template <int THREADS> DEVICE void load_token(const gate_args &g, int64_t token, gate_token &t, gate_slot &slot)
 {
-  const gate_args &g = a.g;
   const double cap = (double)g.softcap;
-  const bool asked = lane_id() < g.top_k;
-  const int columns = columns_of(g), id = asked ? id_of_slot(g, token * g.ids_ld + lane_id()) : -1;
-  slot.given = asked && a.d_weights ? a.d_weights[token * a.d_weights_ld + lane_id()] : 0.f;
-  for (int first = threadIdx.x; first < columns; first += GATE_EACH * THREADS) {
-    float raw[GATE_EACH];
-#pragma unroll
-    for (int i = 0; i < GATE_EACH; i++) {
-      const int e = min(first + i * THREADS, columns - 1);
-      raw[i] = load_any(g.logits, token * g.logits_ld + e, g.logits_dtype);
-    }
-#pragma unroll
-    for (int i = 0; i < GATE_EACH; i++) {
-      const int e = first + i * THREADS;
-      const float l = fminf(raw[i], FLT_MAX);
-      if (e >= columns) break;
-      t.raw[e] = raw[i] == raw[i] ? l : raw[i];
-      t.logit[e] = !(raw[i] > -INFINITY) ? (double)-INFINITY : cap > 0 ? cap * tanh((double)l / cap) : (double)l;
-      t.d_logit[e] = 0;
-    }
+  for (int e = threadIdx.x; e < columns_of(g); e += THREADS) {
+    const float l = fminf(load_any(g.logits, token * g.logits_ld + e, g.logits_dtype), FLT_MAX);
+    const float raw = load_any(g.logits, token * g.logits_ld + e, g.logits_dtype);
+    t.raw[e] = raw == raw ? l : raw;
+    t.logit[e] = !(raw > -INFINITY) ? (double)-INFINITY : cap > 0 ? cap * tanh((double)l / cap) : (double)l;
+    t.d_logit[e] = 0;
   }
   __syncthreads();
+  const int id = lane_id() < g.top_k ? id_of_slot(g, token * g.ids_ld + lane_id()) : -1;
   slot.id = id >= 0 && t.logit[id] > (double)-INFINITY ? id : -1;
 }
 
@@ -91,23 +73,12 @@ template <int THREADS> DEVICE double softmax_of_token(gate_token &t, int count)
   double most = -INFINITY, sum = 0;
   for (int e = threadIdx.x; e < count; e += THREADS) most = fmax(most, t.logit[e]);
   most = cta_max<THREADS>(most);
-  for (int first = threadIdx.x; first < count; first += GATE_EACH * THREADS) {
-    double part[GATE_EACH];
-#pragma unroll
-    for (int i = 0; i < GATE_EACH; i++) {
-      const int e = first + i * THREADS;
-      const bool there = e < count && t.logit[min(e, count - 1)] > (double)-INFINITY;
-      part[i] = exp(there ? t.logit[e] - most : (double)-INFINITY);
-    }
-#pragma unroll
-    for (int i = 0; i < GATE_EACH; i++) {
-      if (first + i * THREADS < count) t.score[first + i * THREADS] = part[i];
-      sum += part[i];
-    }
+  for (int e = threadIdx.x; e < count; e += THREADS) {
+    t.score[e] = t.logit[e] > (double)-INFINITY ? exp(t.logit[e] - most) : 0.;
+    sum += t.score[e];
   }
   sum = cta_sum<THREADS>(sum);
-  const double share = sum > 0 ? 1 / sum : 1.;
-  for (int e = threadIdx.x; e < count; e += THREADS) t.score[e] *= share;
+  for (int e = threadIdx.x; e < count && sum > 0; e += THREADS) t.score[e] /= sum;
   __syncthreads();
   return most + log(sum);
 }
@@ -225,7 +196,7 @@ DEVICE void gradient_of_weights(const gate_backward_args &a, int64_t token, gate
   const bool there = lane_id() < g.top_k;
   score_slots<THREADS>(g, t, s);
   const double scale = (double)g.routed_scale * (s.id >= 0 && g.expert_scale ? (double)g.expert_scale[s.id] : 1.);
-  const double given = s.id < 0 ? 0. : (double)s.given;
+  const double given = s.id < 0 ? 0. : (double)a.d_weights[token * a.d_weights_ld + lane_id()];
   s.d = given * scale;
   const double weight = g.flags & ROUTE_RENORMALIZE ? renormalize(g, s) : s.score;
   if (a.pair_scale && there && warp_id() == 0)
@@ -303,11 +274,11 @@ template <int THREADS, int COLUMNS> DEVICE void any_gate_backward(const gate_bac
   __shared__ gate_room<COLUMNS ? COLUMNS : MAX_EXPERTS> room;
   gate_token t = {room.logit, room.score, room.d_logit, room.raw};
   const int64_t token = blockIdx.x, tokens = token_total(a.g.tokens);
-  gate_slot slot = {-1, 0, 0, 0};
+  gate_slot slot = {-1, 0, 0};
   double loss[2] = {0, 0};
   check_token_count(a.g.tokens, a.g.fault);
   if (token >= tokens) return;
-  load_token<THREADS>(a, token, t, slot);
+  load_token<THREADS>(a.g, token, t, slot);
   if (a.d_weights) gradient_of_weights<THREADS>(a, token, t, slot);
   if (a.balance != 0) loss[0] = gradient_of_balance<THREADS>(a, t, (double)tokens);
   if (a.z != 0) loss[1] = gradient_of_z<THREADS>(a, t, (double)tokens);
