@@ -68,28 +68,22 @@ template <class S> DEVICE int wgmma_channels(const gemm_args &args)
 struct cluster_unit {
   tile_unit tile; /* expert -1: past the last unit */
   bool paired;    /* the CTAs have two row tiles of the same channels; else neighbouring channels of one row tile */
-  bool absent;    /* neither has channels: an odd number of channel tiles, paired; or it has another index */
+  bool absent;    /* neither has channels: an odd number of channel tiles, paired */
 };
 
 /* Row tiles by twos, then one that is left over. Of the twos row tiles advance first, inside bands, then channels. Of
- * one that is left over an odd channel tile is shared by rows where units are drawn: half for each. These, one of an
- * expert at most, come after all others: the smallest last, so that clusters end at about the same time. */
+ * one that is left over an odd channel tile is shared by rows where units are drawn: half for each. */
 template <class S> DEVICE cluster_unit wgmma_unit(const gemm_args &args, const tile_table &table, int64_t index)
 {
   const int n_tiles = ceil_div(args.n, wgmma_channels<S>(args)), n_pairs = ceil_div(n_tiles, S::CLUSTER);
   const int rank = cluster_ctarank();
-  const int64_t whole = (int64_t)table.before[args.experts] * n_pairs;
-  const bool last = S::DRAWS && n_tiles % 2 && index >= whole;
   cluster_unit unit = {{-1, 0, 0, 0, 0}, false, false};
-  if (index >= whole + (S::DRAWS && n_tiles % 2 ? args.experts : 0)) return unit;
-  const int expert = last ? (int)(index - whole) : expert_of_tile(args, table, (int)(index / n_pairs));
+  if (index >= (int64_t)table.before[args.experts] * n_pairs) return unit;
+  const int expert = expert_of_tile(args, table, (int)(index / n_pairs));
   const row_range rows = expert_rows(args, expert);
   const int first = table.before[expert], tiles = table.before[expert + 1] - first;
   const int even = tiles / 2 * 2;
-  unit.tile.expert = expert;
-  unit.absent = last && tiles == even;
-  if (unit.absent) return unit;
-  int64_t local = last ? (int64_t)even * n_pairs + n_tiles / 2 : index - (int64_t)first * n_pairs;
+  int64_t local = index - (int64_t)first * n_pairs;
   unit.paired = local < (int64_t)even * n_pairs;
   if (!unit.paired) local -= (int64_t)even * n_pairs;
   const int tall = unit.paired ? 2 : 1, wide = S::CLUSTER / tall; /* tiles of the cluster */
@@ -100,16 +94,13 @@ template <class S> DEVICE cluster_unit wgmma_unit(const gemm_args &args, const t
   row_range own = rows_of_tile<S>(rows, m, tiles);
   if constexpr (token_tile<S>::SERVED)
     if (tokens_are_rows<S>(args)) own = {rows.begin + m * S::BM, min(rows.count - m * S::BM, S::BM)};
-  bool elsewhere = false;
   if constexpr (S::DRAWS)
-    if (!unit.paired && n_tiles % 2 && in_band == n_tiles / 2) {
-      const bool halved = own.count > (int)WGMMA_STEP;
-      elsewhere = halved != last;
-      if (halved) own = rows_of_tile<S>(own, rank, 2);
-      unit.paired = halved;
+    if (!unit.paired && n_tiles % 2 && in_band == n_tiles / 2 && own.count > (int)WGMMA_STEP) {
+      own = rows_of_tile<S>(own, rank, 2);
+      unit.paired = true;
     }
   unit.tile = {expert, own.begin, own.count, in_band / height * wide + (unit.paired ? 0 : rank), 0};
-  unit.absent = elsewhere || (unit.paired && unit.tile.n >= n_tiles);
+  unit.absent = unit.paired && unit.tile.n >= n_tiles;
   return unit;
 }
 
