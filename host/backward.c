@@ -206,9 +206,9 @@ static cumoe_status backward_weights(const backward *b, const expert_rows *e, co
   split_halves(&up, e->w, e->d);
   TRY(in_row_order(b, &copy, copied, &x));
   up.b = x;
-  TRY(add_up_rows(b->p.context, &down, b->p.stream));
   TRY(add_up_rows(b->p.context, &bias, b->p.stream));
-  return add_up_rows(b->p.context, &up, b->p.stream);
+  TRY(add_up_rows(b->p.context, &up, b->p.stream));
+  return add_up_rows(b->p.context, &down, b->p.stream); /* the last: see backward_rows */
 }
 
 /* d x of each row = d z times the weights of gate and up; then the gradients of the pairs' weights. */
@@ -248,7 +248,9 @@ static cumoe_status backward_rows(const backward *b, const expert_rows *e, bool 
     d_rows.k *= 2;
     d_rows.halves = 1;
   }
-  const drawn_work work = {.tickets = tickets_of(b, TICKETS_OF_D_ROWS)};
+  /* The gradient of down, the grid ahead, has waited for those before it, and touches neither d z nor the place of d x,
+   * where x's copy is: its last units and the first ones of d x may run side by side. */
+  const drawn_work work = {.tickets = tickets_of(b, TICKETS_OF_D_ROWS), .beside = e->d != NULL};
   TRY(multiply_rows(b->p.context, &d_rows, e->padded ? &work : NULL, b->p.stream));
   return dispatch(b->p.context, OP_pair_gradient, &pairs, b->p.stream);
 }

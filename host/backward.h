@@ -92,6 +92,7 @@ typedef struct drawn_work {
   const float *row_weight;
   int64_t z_rows;
   float *parts; /* pair_gradient_args */
+  bool beside;  /* the grid ahead does not touch what the product does */
   bool *activated;
 } drawn_work;
 

@@ -263,6 +263,7 @@ cumoe_status multiply_rows(struct context *context, const rows_product_args *a, 
     mapped.drawn.beside = beside(work->copy, work->tickets);
     *work->copied = true;
   }
+  g->protocol.early_inputs = work->beside;
   if (!activates(work, g)) return dispatch_by(context, OP_down_drawn, &mapped.drawn, &hint, stream);
   activate(&mapped.activated, work);
   *work->activated = true;

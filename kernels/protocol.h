@@ -26,7 +26,7 @@
 /*
  * A grid may start while the one before it runs (wait_for_earlier_grids). What was complete before the previous grid
  * started is then visible without waiting, and `early_inputs` says that a kernel's small inputs are of that kind:
- *   up, down   weights, counts, offsets
+ *   up, down   weights, counts, offsets; of down_drawn rows and tickets, too, and nobody reads any more where c will be
  *   combine    slot_row, pair_weights, the device's token count
  */
 

@@ -941,7 +941,8 @@ static void test_product_rows(cumoe_context context)
   CHECK_OK(cumoe_context_destroy(cpu));
 }
 
-/* Tiles end inside, and every major and order of halves is there that all rows serve. */
+/* Tiles end inside, and every major and order of halves is there that all rows serve; last, more units than a GPU has
+ * clusters. */
 static void run_gradient_row(cumoe_context context, cumoe_context cpu, const cumoe_variant_info *v, int i)
 {
   static const int32_t orders[] = {CUMOE_GATE_UP_CONCAT, CUMOE_GATE_UP_SEPARATE, CUMOE_UP_GATE_CONCAT,
@@ -949,9 +950,9 @@ static void run_gradient_row(cumoe_context context, cumoe_context cpu, const cum
   const pattern p = (pattern)(i % PATTERN_COUNT);
   layer_spec s = whole_spec(p, 140 + i * 7, i / 3 % 2);
   s.desc.dtype = v->x ? v->x : CUMOE_F16;
-  s.desc.hidden = 264;
-  s.desc.inter = 200;
-  s.desc.num_experts = 6;
+  s.desc.hidden = i < 8 ? 264 : 392;
+  s.desc.inter = i < 8 ? 200 : 24;
+  s.desc.num_experts = i < 8 ? 6 : 90;
   s.form = (weights_form){.gate_order = orders[i % 4], .up_major = 1 + i / 4 % 2, .down_major = 1 + i / 2 % 2};
   case_begin("%s: %s, %d", v->name, pattern_name(p), i);
   layer_inputs in = whole_inputs(&s);
@@ -981,7 +982,7 @@ static void test_gradient_rows(cumoe_context context)
     CHECK_OK(cumoe_variant_get(context, index, &v));
     if (strcmp(v.op, "weight_gradient") || !v.usable || v.w != v.x) continue;
     CHECK_OK(cumoe_variant_force(context, index));
-    for (int i = 0; i < 8; i++) run_gradient_row(context, cpu, &v, i);
+    for (int i = 0; i < 10; i++) run_gradient_row(context, cpu, &v, i);
     CHECK_OK(cumoe_variant_force(context, -1));
   }
   CHECK_OK(cumoe_context_destroy(cpu));

@@ -1203,6 +1203,7 @@ static void backward(world *w)
   CHECK(rows % ROW_STEP == 0 && rows >= 600 * TOP_K && pad->map.rows_cap == 600 * TOP_K);
   CHECK(down->counts == pad->counts && down->offsets == pad->offsets && down->rows_cap == rows && !down->b.bias[0]);
   CHECK(down->k == 2 * INTER && down->n == HIDDEN && down->a == act->d_z[0] && down->b.n_stride == 1);
+  CHECK(!down->protocol.early_inputs); /* the grid ahead made d z: there are no gradients of weights in between */
   CHECK(act->drawn.gemm.g.offsets == pad->offsets && act->z_offsets == pad->map.offsets && act->along);
   CHECK(act->row_weight == pad->row_weight && pad->row_weight && act->z_rows == pad->map.rows_cap);
   CHECK(runs->n == 2 * EXPERTS && runs->k == HIDDEN && runs->map.experts == 3 && runs->padded);

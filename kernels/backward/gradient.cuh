@@ -34,7 +34,8 @@ struct gradient_shape {
   static_assert(sizeof(X) == 2 && CLUSTER == 2 && THREADS == (CONSUMERS + 1) * GROUP, "see there");
   static_assert(BM % (BLOCK * CONSUMERS) == 0 && BN % BLOCK == 0, "whole boxes");
   static_assert(SLOTS >= 2 && SLOTS <= BOXES, "one is stored while another is filled; what is fetched ahead");
-  static_assert(BK % 16 == 0 && ROW_STEP % BK == 0, "whole steps; see there");
+  static constexpr int NARROW = BN - BLOCK; /* columns of a tile whose last box of q is past the last one */
+  static_assert(BK % 32 == 0 && ROW_STEP % BK == 0, "whole steps; see there");
 };
 
 /* ---- units ---- */
@@ -48,6 +49,7 @@ struct gradient_grid {
   bool share_p;                 /* the two tiles are neighbours along q, and share p; else the other way round */
   int32_t tall, wide;           /* units along p, along q */
   int32_t experts_on, units_on; /* steps from a cluster's unit to its next one */
+  int32_t turn;                 /* experts_on, less whole turns of an expert's units */
 };
 
 template <class S> DEVICE gradient_grid gradient_grid_of(const weight_gradient_args &g)
@@ -64,12 +66,14 @@ template <class S> DEVICE gradient_grid gradient_grid_of(const weight_gradient_a
   const int32_t each = m.tall * m.wide, clusters = (int)gridDim.x / S::CLUSTER;
   m.experts_on = clusters / each;
   m.units_on = clusters % each;
+  m.turn = m.experts_on % each;
   return m;
 }
 
-/* An expert's rows, kept inside [0, rows_cap): the first one, and how many blocks of BK. */
+/* An expert's rows, kept inside [0, rows_cap): the first one, and how many halves of BK, which is a step. */
 struct row_steps {
-  int32_t first, steps;
+  int32_t first, halves;
+  DEVICE int32_t steps() const { return (halves + 1) / 2; }
 };
 
 template <class S> DEVICE row_steps steps_of_expert(const row_map &map, int expert)
@@ -77,7 +81,7 @@ template <class S> DEVICE row_steps steps_of_expert(const row_map &map, int expe
   const int64_t cap = map.rows_cap, begin = map.counts ? load_relaxed(map.offsets + expert) : 0,
                 count = map.counts ? load_relaxed(map.counts + expert) : token_total(map.tokens),
                 first = min(max(begin, (int64_t)0), cap), kept = min(max(count, (int64_t)0), cap - first);
-  return {(int32_t)first, (int32_t)ceil_div(kept, (int64_t)S::BK)};
+  return {(int32_t)first, (int32_t)ceil_div(kept, (int64_t)(S::BK / 2))};
 }
 
 /* The tile of one CTA: number p and q among those of all halves. q == q_all: an odd one out, there is none. */
@@ -96,29 +100,35 @@ template <class S> struct gradient_smem {
   gradient_tile tiles[S::THREADS / WARP_SIZE];
 };
 
-/* Goes through a cluster's units: of all experts' units, every gridDim.x / CLUSTER-th. */
+/* Goes through a cluster's units: of all experts' units, every gridDim.x / CLUSTER-th. An expert's are counted from
+ * another one than those of the expert before: else a cluster might get the same unit of all, one with less to do. */
 struct gradient_cursor {
   int32_t expert, unit; /* unit: among the expert's */
+  int32_t shift;        /* expert, less whole turns */
 
   template <class S> DEVICE static gradient_cursor first(const gradient_grid &m)
   {
     const int32_t index = (int)blockIdx.x / S::CLUSTER, each = m.tall * m.wide;
-    return {index / each, index % each};
+    return {index / each, index % each, index / each % each};
   }
 
   DEVICE void advance(const gradient_grid &m)
   {
+    const int32_t each = m.tall * m.wide;
     expert += m.experts_on;
     unit += m.units_on;
-    if (unit >= m.tall * m.wide) unit -= m.tall * m.wide, expert++;
+    shift += m.turn;
+    if (unit >= each) unit -= each, expert++, shift++;
+    if (shift >= each) shift -= each;
   }
 
   /* p advances first, inside bands: what 66 clusters read at a time stays in L2. */
   DEVICE gradient_tile tile(const gradient_grid &m) const
   {
     constexpr uint32_t BAND = 8;
-    const uint32_t band = (uint32_t)unit / (BAND * m.wide) * BAND, height = min(m.tall - band, BAND);
-    const uint32_t in_band = unit - band * m.wide, j = height == BAND ? in_band / BAND : in_band / height;
+    const int32_t each = m.tall * m.wide, own = unit + shift - (unit + shift >= each ? each : 0);
+    const uint32_t band = (uint32_t)own / (BAND * m.wide) * BAND, height = min(m.tall - band, BAND);
+    const uint32_t in_band = own - band * m.wide, j = height == BAND ? in_band / BAND : in_band / height;
     const int32_t i = (int32_t)(band + in_band - j * height), rank = (int32_t)cluster_ctarank();
     return {expert, m.share_p ? i : 2 * i + rank, m.share_p ? 2 * (int32_t)j + rank : (int32_t)j};
   }
@@ -142,20 +152,28 @@ DEVICE int32_t column_of_tile(const weight_gradient_args &g, bool outputs, int32
   return at.first + (outputs ? (int32_t)g.a_half[at.half] : 0);
 }
 
+/* boxes: of BOXES, those that have columns. */
 template <class S, int BOXES, bool SHARED>
-DEVICE void copy_operand(typename S::X *to, const void *map, int32_t column, int32_t row, uint64_t *full)
+DEVICE void copy_operand(typename S::X *to, const void *map, int32_t column, int32_t row, uint64_t *full, int boxes)
 {
   constexpr uint16_t BOTH = (1 << S::CLUSTER) - 1;
   const int first = SHARED ? (int)cluster_ctarank() : 0;
 #pragma unroll
   for (int box = 0; box < BOXES; box += SHARED ? S::CLUSTER : 1) {
     const int i = box + first;
-    if (SHARED && BOXES % S::CLUSTER != 0 && i >= BOXES) break;
+    if (i >= boxes) break;
     if (SHARED)
       cp_async_bulk_tensor_2d_multicast(to + i * S::BOX, map, column + i * S::BLOCK, row, full, BOTH);
     else
       cp_async_bulk_tensor_2d(to + i * S::BOX, map, column + i * S::BLOCK, row, full);
   }
+}
+
+/* Boxes of q that a tile has columns in: all but of the last tile of a half. */
+template <class S> DEVICE int32_t boxes_of_q(const gradient_grid &m, const gradient_tile &tile)
+{
+  const place_in_half q(tile.q, m.q_tiles, S::BN);
+  return min(ceil_div(m.q - q.first, (int)S::BLOCK), (int)S::Q_BOXES);
 }
 
 template <class S, bool SHARE_P>
@@ -167,17 +185,18 @@ DEVICE void produce_gradient(const weight_gradient_sm90_args &args, gradient_sme
   for (auto cursor = gradient_cursor::first<S>(m); cursor.expert < args.g.map.experts; cursor.advance(m)) {
     const gradient_tile tile = cursor.tile(m);
     const row_steps rows = smem.rows[cursor.expert];
+    const int32_t steps = rows.steps(), boxes = boxes_of_q<S>(m, tile);
     const int32_t p = column_of_tile(args.g, !m.across, tile.p, m.p_tiles, S::BM),
                   q = column_of_tile(args.g, m.across, tile.q, m.q_tiles, S::BN);
 #pragma unroll 1
-    for (int32_t step = 0; step < rows.steps; step++, at.advance()) {
+    for (int32_t step = 0; step < steps; step++, at.advance()) {
       wait_for(&smem.empty[at.stage], at.phase ^ 1);
       if (elect_one()) {
         uint64_t *full = &smem.full[at.stage];
         const int32_t row = rows.first + step * S::BK;
-        mbarrier_arrive_expect_tx(full, (S::P_BOXES + S::Q_BOXES) * S::BOX * sizeof(typename S::X));
-        copy_operand<S, S::P_BOXES, SHARE_P>(smem.p[at.stage], args.p, p, row, full);
-        copy_operand<S, S::Q_BOXES, !SHARE_P>(smem.q[at.stage], args.q, q, row, full);
+        mbarrier_arrive_expect_tx(full, (S::P_BOXES + boxes) * S::BOX * (int)sizeof(typename S::X));
+        copy_operand<S, S::P_BOXES, SHARE_P>(smem.p[at.stage], args.p, p, row, full, S::P_BOXES);
+        copy_operand<S, S::Q_BOXES, !SHARE_P>(smem.q[at.stage], args.q, q, row, full, boxes);
       }
       __syncwarp();
     }
@@ -191,30 +210,38 @@ template <class S> DEVICE void release_gradient_stage(gradient_smem<S> &smem, in
   if (lane_id() < S::CLUSTER) mbarrier_arrive_cluster(&smem.empty[stage], lane_id());
 }
 
-/* acc = the sum over the expert's rows. A stage is released one step later, when the next step's products are under way
- * and its own have ended. */
-template <class S>
-DEVICE void sum_rows(gradient_smem<S> &smem, pipeline_state<S::STAGES> &at, int group, int steps,
-                     float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+/* Adds a stage's first SIXTEENS * 16 rows to a tile's first N columns of q; `before` is the stage before, or -1, which
+ * is released when these products are under way and its own have ended. */
+template <class S, int N, int SIXTEENS>
+DEVICE void sum_stage(gradient_smem<S> &smem, pipeline_state<S::STAGES> &at, int group, int &before,
+                      float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
   constexpr int K16 = 16 * 128 >> 4, NEXT = S::BOX * 2 >> 4;
+  wait_for(&smem.full[at.stage], at.phase);
+  const uint64_t a = wgmma_operand(smem.p[at.stage] + group * S::BLOCKS * S::BOX);
+  const uint64_t b = wgmma_operand_n_major(smem.q[at.stage], S::BOX * 2);
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < SIXTEENS; k++)
+#pragma unroll
+    for (int i = 0; i < S::BLOCKS; i++)
+      wgmma_n_major_m64k16<typename S::X, N>::run(acc[i], a + k * K16 + i * NEXT, b + k * K16, k > 0 || before >= 0);
+  wgmma_commit_group();
+  wgmma_wait_group<1>();
+  if (before >= 0) release_gradient_stage<S>(smem, before);
+  before = (int)at.stage;
+  at.advance();
+}
+
+/* acc = the sum over the expert's rows. The last stage may have half of its rows, or less. */
+template <class S, int N>
+DEVICE void sum_rows(gradient_smem<S> &smem, pipeline_state<S::STAGES> &at, int group, int halves,
+                     float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+{
   int before = -1;
 #pragma unroll 1
-  for (int step = 0; step < steps; step++, at.advance()) {
-    wait_for(&smem.full[at.stage], at.phase);
-    const uint64_t a = wgmma_operand(smem.p[at.stage] + group * S::BLOCKS * S::BOX);
-    const uint64_t b = wgmma_operand_n_major(smem.q[at.stage], S::BOX * 2);
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < S::BK / 16; k++)
-#pragma unroll
-      for (int i = 0; i < S::BLOCKS; i++)
-        wgmma_n_major_m64k16<typename S::X, S::BN>::run(acc[i], a + k * K16 + i * NEXT, b + k * K16, k > 0 || step > 0);
-    wgmma_commit_group();
-    wgmma_wait_group<1>();
-    if (before >= 0) release_gradient_stage<S>(smem, before);
-    before = (int)at.stage;
-  }
+  for (; halves > 1; halves -= 2) sum_stage<S, N, S::BK / 16>(smem, at, group, before, acc);
+  if (halves) sum_stage<S, N, S::BK / 32>(smem, at, group, before, acc);
   wgmma_wait_group<0>();
 #pragma unroll
   for (int i = 0; i < S::BLOCKS; i++) hold(acc[i]);
@@ -359,18 +386,21 @@ template <class S> DEVICE void consume_gradient(const weight_gradient_sm90_args 
 #pragma unroll 1
   for (auto cursor = gradient_cursor::first<S>(m); cursor.expert < args.g.map.experts; cursor.advance(m)) {
     const gradient_tile tile = cursor.tile(m);
-    const int32_t steps = smem.rows[cursor.expert].steps;
+    const row_steps rows = smem.rows[cursor.expert];
     const gradient_place place = gradient_place::of<S>(args, m, tile, group);
     if (place.row >= m.p || tile.q >= m.q_all) {
-      skip_rows<S>(smem, at, steps);
+      skip_rows<S>(smem, at, rows.steps());
       continue;
     }
-    if (args.g.accumulates && steps == 0) continue;
+    if (args.g.accumulates && rows.halves == 0) continue;
     if (lane_id() == 0) smem.tiles[warp_id()] = tile;
     if (args.g.accumulates && threadIdx.x % S::GROUP == 0) fetch_slots<S>(args, smem, group, slot.stage, place);
     __syncwarp();
     float acc[S::BLOCKS][S::ACCUMULATORS] = {}; /* anew: kept from tile to tile, ptxas would move them amid wgmmas */
-    sum_rows<S>(smem, at, group, steps, acc);
+    if (m.q - place.column <= S::NARROW)
+      sum_rows<S, S::NARROW>(smem, at, group, rows.halves, acc);
+    else
+      sum_rows<S, S::BN>(smem, at, group, rows.halves, acc);
     finish_gradient<S>(args, smem, group, slot, acc);
     __syncwarp(); /* the tile is read before the next one is written */
   }
