@@ -645,15 +645,17 @@ static bool may_serve(const cumoe_variant_info *row, const cumoe_format *f, int3
   if (!has_class(row, e2m1 ? "mx4" : class_of_format(f))) return false;
   if (!strncmp(row->op, "few", 3) && own) return false;
   if (!strcmp(row->form, "wgmma") && has_class(row, "u4") && f->scale != dtype) return false;
-  if (!strcmp(row->form, "fixed") && !fixed) return false;
+  const bool whole = !strcmp(row->form, "fixed") || (!strcmp(row->form, "drawn") && has_class(row, "u4"));
+  if (whole && !fixed) return false;
   if (row->x == CUMOE_F16 || row->x == CUMOE_BF16) return !becomes && row->x == dtype;
   return becomes && row->x == codes && (row->y == 0 || row->y == dtype || row->y == CUMOE_F32);
 }
 
-/* Few tokens and portable rows multiply e4m3 in f16. */
+/* Few tokens and portable rows multiply e4m3 in f16; drawn has what activations are. */
 static int sums_of_row(const cumoe_variant_info *row)
 {
   const bool few = !strncmp(row->op, "few", 3);
+  if (!strcmp(row->form, "drawn")) return 0;
   if (!strcmp(row->form, "fixed") || (few && (has_class(row, "u4") || has_class(row, "mx4"))))
     return DEVICE_FIXED_POINT;
   return strcmp(row->form, "unpack") && !few ? DEVICE_FP8_ADDER : 0;
