@@ -651,11 +651,10 @@ static bool may_serve(const cumoe_variant_info *row, const cumoe_format *f, int3
   return becomes && row->x == codes && (row->y == 0 || row->y == dtype || row->y == CUMOE_F32);
 }
 
-/* Few tokens and portable rows multiply e4m3 in f16; drawn has what activations are. */
+/* Few tokens and portable rows multiply e4m3 in f16. */
 static int sums_of_row(const cumoe_variant_info *row)
 {
   const bool few = !strncmp(row->op, "few", 3);
-  if (!strcmp(row->form, "drawn")) return 0;
   if (!strcmp(row->form, "fixed") || (few && (has_class(row, "u4") || has_class(row, "mx4"))))
     return DEVICE_FIXED_POINT;
   return strcmp(row->form, "unpack") && !few ? DEVICE_FP8_ADDER : 0;

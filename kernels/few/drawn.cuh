@@ -22,61 +22,49 @@
 
 /* ---- units ---- */
 
-/* h that was not written yet when it was copied. */
-template <class L>
-DEVICE void await_columns(const gemm_args &g, const few_column *columns, int slice, drawn_stage<L> &stage)
-{
-  const int lane = lane_id(), k = slice * L::BK + lane * 8;
-#pragma unroll 1
-  for (int c = 0; c < L::COLUMNS && columns[c] >= 0; c++) {
-    uint4 &mine = stage.columns[c][drawn_column_vector(c, lane)], v = mine;
-    if (!__any_sync(ALL_LANES, is_unwritten(v))) continue;
-    while (is_unwritten(v)) {
-      __nanosleep(FEW_POLL);
-      v = load_relaxed_vector(static_cast<const typename L::Y *>(g.a) + column_pair(columns[c]) * g.a_ld + k);
-    }
-    mine = v;
-    __syncwarp();
-  }
-}
-
-/* By the warp that has all of its sums: h to memory, y to shared memory. */
+/* A tile of a unit, by the warp that has all of its sums: h to memory, y to shared memory. Lane l has rows l / 4 and
+ * l / 4 + 8 of the tile, and token l % 4. */
 template <class P>
-DEVICE void finish_drawn(const few_args &args, drawn_smem<P> &smem, const drawn_unit &unit, int first, float (&sum)[4])
+DEVICE void finish_drawn(const few_args &args, drawn_smem<P> &smem, const drawn_unit &unit, int tile, int first,
+                         const float (&sum)[2])
 {
   using Y = typename P::Y;
   const gemm_args &g = P::DOWN ? args.down : args.up;
   const bool gated = !P::DOWN && g.gated;
-  const int expert = smem.table.expert[unit.active], local = lane_id() / 4, channel = unit.octet * 8 + local,
-            end = P::DOWN ? smem.own.first + smem.own.count : g.n / 8, octets = gated ? 1 : min(2, end - unit.octet);
-  float low_bias[1], high_bias[1] = {};
-  load_bias(g.b, 0, expert, channel, low_bias);
-  if (gated || octets > 1) load_bias(g.b, gated ? 1 : 0, expert, gated ? channel : channel + 8, high_bias);
-  const float low = global_scale(g.b, 0, expert), high = global_scale(g.b, gated ? 1 : 0, expert);
-  sum[0] *= low, sum[1] *= low, sum[2] *= high, sum[3] *= high;
-  finish_tile<P>(g, smem.table.column[unit.active] + lane_id() % 4 * 2, P::DOWN ? channel - first * 8 : channel, octets,
-                 low_bias[0], high_bias[0], sum, [&](int at, int row, Y value) {
-                   if constexpr (P::DOWN)
-                     smem.y[row][at] = value;
-                   else
-                     store_relaxed(static_cast<Y *>(g.c) + row * g.c_ld + at, value);
-                 });
+  const int expert = smem.table.expert[unit.active], octet = unit.octet + (gated ? tile : 2 * tile),
+            channel = octet * 8 + lane_id() / 4, end = P::DOWN ? smem.own.first + smem.own.count : g.n / 8;
+  const int pair = smem.table.column[unit.active][lane_id() % 4] < 0
+                       ? -1
+                       : column_pair(smem.table.column[unit.active][lane_id() % 4]);
+  if (octet >= end || pair < 0) return;
+  float value[2][1], bias[2][1] = {};
+#pragma unroll
+  for (int o = 0; o < 2; o++) {
+    const int half = gated ? o : 0, n = gated ? channel : channel + 8 * o;
+    if (o == 0 || gated || octet + 1 < end) load_bias(g.b, half, expert, n, bias[o]);
+    value[o][0] = weighted(sum[o] * (global_scale(g.b, half, expert) * P::CODE::REST), 1.f, 1.f, bias[o][0]);
+  }
+#pragma unroll 1
+  for (int o = 0; o < (gated || octet + 1 == end ? 1 : 2); o++, value[0][0] = value[1][0]) {
+    if (P::ACTIVATED) activate<1>(g, value[0], value[1]);
+    const Y one = from_f32<Y>(value[0][0]);
+    if constexpr (P::DOWN)
+      smem.y[pair][channel + 8 * o - first * 8] = one;
+    else
+      store_relaxed(static_cast<Y *>(g.c) + pair * g.c_ld + channel + 8 * o, one);
+  }
 }
 
 template <class L>
-DEVICE void multiply_drawn(const few_args &args, drawn_smem<L> &smem, const drawn_slice &at, drawn_stage<L> &stage,
-                           float (&sum)[2][4])
+DEVICE void multiply_drawn(const few_args &args, drawn_smem<L> &smem, const drawn_slice<L> &at, drawn_stage<L> &stage,
+                           float (&sum)[L::TILES][2])
 {
   const gemm_args &g = at.unit.down ? args.down : args.up;
-  const few_column *columns = smem.table.column[at.unit.active];
-  if (at.unit.down) await_columns<L>(g, columns, at.slice, stage);
-  int count = 1;
-#pragma unroll
-  for (int c = 1; c < L::COLUMNS; c++) count += columns[c] >= 0;
-  const drawn_reader<L> from(stage, count);
+  arrange_columns<L>(g, at, smem.table.column[at.unit.active], stage);
+  const drawn_reader<L> from(stage, at.unit.columns);
   const int runs = min(ceil_div(g.k - at.slice * L::BK, 128), (int)L::RUNS);
   if constexpr (same_type<typename L::W, mx4>)
-    multiply_slice_mx4<L>(from, at.scales, runs, sum);
+    multiply_slice_mx4<L>(from, smem.zeros, at.scales, runs, sum);
   else
     multiply_slice<L>(from, at.scales, g.b.scale.dtype, runs, sum);
 }
@@ -85,13 +73,13 @@ DEVICE void multiply_drawn(const few_args &args, drawn_smem<L> &smem, const draw
 template <class L> DEVICE void consume_drawn(const few_args &args, drawn_smem<L> &smem, int experts, int first)
 {
   drawn_feed<L> feed(args, smem, experts, first);
-  float sum[2][4] = {};
+  float sum[L::TILES][2] = {};
   if (!feed.at.down) feed.draw_ahead();
 #pragma unroll 1
   for (int i = -(L::STAGES - 1), stage = 0;; i++) { /* the first rounds only ask */
     if (i >= 0) cp_async_wait_group<L::STAGES - 2>();
     __syncwarp(); /* all lanes' copies are there, and the stage before is read */
-    const drawn_slice at = feed.next();
+    const drawn_slice<L> at = feed.next();
     if (args.protocol.weights && feed.routes) {
       const int token = __ffs(feed.routes) - 1;
       feed.routes &= feed.routes - 1;
@@ -103,14 +91,15 @@ template <class L> DEVICE void consume_drawn(const few_args &args, drawn_smem<L>
     multiply_drawn<L>(args, smem, at, smem.stages[warp_id()][stage], sum);
     stage = stage == L::STAGES - 1 ? 0 : stage + 1;
     if (at.slice + 1 < ceil_div((at.unit.down ? args.down : args.up).k, L::BK)) continue;
+#pragma unroll 1
+    for (int t = 0; t < L::TILES; t++) { /* the same code: sums move up */
+      if (at.unit.down)
+        finish_drawn<drawn_part<L, true>>(args, smem, at.unit, t, first, sum[0]);
+      else
+        finish_drawn<drawn_part<L, false>>(args, smem, at.unit, t, first, sum[0]);
 #pragma unroll
-    for (int j = 0; j < 4; j++) sum[0][j] += sum[1][j];
-    if (at.unit.down)
-      finish_drawn<drawn_part<L, true>>(args, smem, at.unit, first, sum[0]);
-    else
-      finish_drawn<drawn_part<L, false>>(args, smem, at.unit, first, sum[0]);
-#pragma unroll
-    for (int j = 0; j < 4; j++) sum[0][j] = sum[1][j] = 0.f;
+      for (int j = 0; j < 2; j++) sum[0][j] = sum[L::TILES - 1][j], sum[L::TILES - 1][j] = 0.f;
+    }
   }
 }
 
@@ -130,6 +119,7 @@ template <class L> DEVICE void drawn_gemm(const few_args &args, drawn_smem<L> &s
   if (threadIdx.x == 0) {
     mbarrier_init(&smem.weights_ready, WARP_SIZE);
     smem.own = part_of_cta(args.down.n / 8), smem.drawn = 0;
+    smem.zeros[0] = make_uint4(0, 0, 0, 0);
   }
   wait_for_earlier_grids();
   check_token_count(args.map.tokens, args.map.fault);

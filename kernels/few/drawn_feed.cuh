@@ -6,16 +6,17 @@
 #include "few/drawn_layout.cuh"
 #include "few/feed.cuh"
 
-/* 16 weight rows of an active expert. */
+/* Up to BN weight rows of an active expert, which has so many columns. */
 struct drawn_unit {
-  int active, octet, down; /* active < 0: none is left */
+  int active, octet, down, columns; /* active < 0: none is left */
 };
 
 /* On its way to be multiplied. */
-struct drawn_slice {
+template <class L> struct drawn_slice {
   drawn_unit unit;
   int slice;
-  uint32_t scales[2]; /* of row l % 16 and run l / 16, as they lie: u4 one, of mx4 four, of which two may be apart */
+  uint32_t scales[L::TILES][2]; /* of row l % 16 of a tile and run l / 16, as they lie: u4 one, of mx4 four, of which two
+                                   may be apart */
 };
 
 template <class L> struct drawn_feed {
@@ -25,16 +26,18 @@ template <class L> struct drawn_feed {
   const few_args &args;
   drawn_smem<L> &smem;
   const int experts, first; /* the first octet of down whose y is made */
-  drawn_slice ahead[L::STAGES - 1];
+  drawn_slice<L> ahead[L::STAGES - 1];
   drawn_unit at;
-  int slice, slices, to;            /* of the unit: the next; all of them. The next stage */
-  const char *codes[2], *scale;     /* of row l / 4 of either octet; of row l % 16 */
-  bool second, four, even;          /* whether there is an octet 1; so many scales may be read at once */
-  uint32_t ticket;                  /* drawn ahead, less one */
-  uint32_t routes;                  /* tokens whose routing the warp has to write, a bit each */
+  int slice, slices, to;                   /* of the unit: the next; all of them. The next stage */
+  const char *codes[2], *scale[L::TILES];  /* of row l / 4 of octets 0 and 1 of a slice; of row l % 16 of a tile */
+  int octets, behind;                      /* weight octets that are there; bytes from a tile's rows to the next one's */
+  bool four, even;                         /* so many scales may be read at once */
+  uint32_t ticket;                         /* drawn ahead, less one */
+  uint32_t routes;                         /* tokens whose routing the warp has to write, a bit each */
 
   DEVICE drawn_feed(const few_args &a, drawn_smem<L> &s, int e, int octet)
-      : args(a), smem(s), experts(e), first(octet), at{0, 0, octet > s.own.first}, slice(0), slices(0), to(0), routes(0)
+      : args(a), smem(s), experts(e), first(octet), at{0, 0, octet > s.own.first, 0}, slice(0), slices(0), to(0),
+        routes(0)
   {
   }
 
@@ -47,24 +50,27 @@ template <class L> struct drawn_feed {
     if (lane_id() == 0) ticket = count_up(reinterpret_cast<uint32_t *>(args.protocol.tickets));
   }
 
+  /* Octets of an expert's channels that a unit has. */
+  DEVICE static int step(bool gated) { return gated ? L::TILES : 2 * L::TILES; }
+
   DEVICE void draw_down()
   {
-    const int tiles = ceil_div(octets_of_down(), 2);
+    const int tiles = ceil_div(octets_of_down(), step(false));
     const int item = __shfl_sync(ALL_LANES, lane_id() == 0 ? atomicAdd(&smem.drawn, 1) : 0, 0);
     at.down = 1, at.active = -1;
     if (item >= experts * tiles) return;
-    at.active = item / tiles, at.octet = first + item % tiles * 2;
+    at.active = item / tiles, at.octet = first + item % tiles * step(false);
   }
 
   /* Of up as long as there are any. */
   DEVICE void draw()
   {
     if (at.down) return draw_down();
-    const int step = args.up.gated ? 1 : 2, tiles = ceil_div(args.up.n / 8, step),
+    const int each = step(args.up.gated), tiles = ceil_div(args.up.n / 8, each),
               item = (int)__shfl_sync(ALL_LANES, ticket, 0) + 1;
     if (item < L::TOKENS) routes |= 1u << item;
     if (item >= experts * tiles) return draw_down();
-    at.active = item / tiles, at.octet = item % tiles * step;
+    at.active = item / tiles, at.octet = item % tiles * each;
   }
 
   DEVICE const gemm_args &gemm() const { return at.down ? args.down : args.up; }
@@ -73,27 +79,33 @@ template <class L> struct drawn_feed {
   {
     const gemm_args &g = gemm();
     const bool gated = !at.down && g.gated;
-    const few_halves of =
-        at.down ? few_halves{smem.table.down[at.active], nullptr} : smem.table.weights[at.active];
+    const few_halves of = at.down ? few_halves{smem.table.down[at.active], nullptr} : smem.table.weights[at.active];
     const int stride = (int)(g.b.n_stride / 2), lane = lane_id(),
               end = at.down ? first + octets_of_down() : g.n / 8;
     const int64_t row = (int64_t)(at.octet * 8 + lane / 4) * stride + lane % 4 * 16;
-    second = gated || at.octet + 1 < end;
+    octets = min(end - at.octet, step(gated)) * (gated ? 2 : 1);
     codes[0] = static_cast<const char *>(of.low) + row;
     codes[1] = gated ? static_cast<const char *>(of.high) + row : codes[0] + (int64_t)8 * stride;
+    behind = (gated ? 8 : 16) * stride;
     slice = 0, slices = ceil_div(g.k, L::BK);
+    const uint2 columns = *reinterpret_cast<const uint2 *>(smem.table.column[at.active]);
+    at.columns = 1 + ((int)columns.x >= 0) + ((columns.y & 0x8000) == 0) + ((int)columns.y >= 0);
     locate_scales(g, gated);
   }
 
   DEVICE void locate_scales(const gemm_args &g, bool gated)
   {
     const scale_matrix &s = g.b.scale;
-    const int o = lane_id() / 8 % 2, half = gated ? o : 0,
-              n = (at.octet + (gated ? 0 : o)) * 8 + lane_id() % 8 + s.n_origin[half],
-              row = s.block_n == 1 ? n : few_quotient(n, s.block_n), bytes = (int)s.n_stride * (int)scale_bytes(s.dtype);
-    scale = static_cast<const char *>(scale_base(s, half, smem.table.expert[at.active])) + (int64_t)row * bytes;
+    const int o = lane_id() / 8 % 2, half = gated ? o : 0, bytes = (int)s.n_stride * (int)scale_bytes(s.dtype);
+    const char *base = static_cast<const char *>(scale_base(s, half, smem.table.expert[at.active]));
+    uint32_t all = s.k_origin / 32 | g.k / 32;
+#pragma unroll
+    for (int t = 0; t < L::TILES; t++) {
+      const int octet = at.octet + (gated ? t : 2 * t + o), n = octet * 8 + lane_id() % 8 + s.n_origin[half];
+      scale[t] = base + (int64_t)(s.block_n == 1 ? n : few_quotient(n, s.block_n)) * bytes;
+      all |= (uint32_t) reinterpret_cast<uintptr_t>(scale[t]);
+    }
     if constexpr (MX4) {
-      const uint32_t all = (uint32_t) reinterpret_cast<uintptr_t>(scale) | s.k_origin / 32 | g.k / 32;
       const bool dense = s.k_stride == 1;
       even = dense && !__any_sync(ALL_LANES, all & 1), four = dense && !__any_sync(ALL_LANES, all & 3);
     }
@@ -101,23 +113,24 @@ template <class L> struct drawn_feed {
 
   /* ---- slices ---- */
 
+  /* Past the end of a row its last vector again: there columns are 0. */
   DEVICE void copy(const gemm_args &g)
   {
     drawn_stage<L> &stage = smem.stages[warp_id()][to];
     const uint64_t policy = evict_first_policy();
     const int lane = lane_id(), place = drawn_vector(lane / 4, lane % 4), k0 = slice * L::BK,
-              last = g.k / 2 - 16 - lane % 4 * 16; /* past the end a row's last vector again: there columns are 0 */
+              last = (g.k - k0) / 2 - 16 - lane % 4 * 16;
 #pragma unroll
-    for (int run = 0; run < L::RUNS; run++) {
-      const int in_row = min(k0 / 2 + run * 64, last);
-      cp_async_cg_16(shared_address(&stage.codes[0][run][place]), codes[0] + in_row, 16, policy);
-      cp_async_cg_16(shared_address(&stage.codes[1][run][place]), codes[1] + in_row, second ? 16 : 0,
-                     policy);
+    for (int i = 0; i < L::TILES * 2 * L::RUNS; i++) {
+      const int run = i % L::RUNS, o = i / L::RUNS % 2, t = i / L::RUNS / 2;
+      cp_async_cg_16(shared_address(&stage.codes[t][o][run][place]), codes[o] + (t * behind + min(run * 64, last)),
+                     2 * t + o < octets ? 16 : 0, policy);
     }
+    codes[0] += L::BK / 2, codes[1] += L::BK / 2;
     const few_column *columns = smem.table.column[at.active];
     const int k = k0 + lane * 8;
 #pragma unroll 1
-    for (int c = 0; c < L::COLUMNS && columns[c] >= 0; c++)
+    for (int c = 0; c < at.columns; c++)
       cp_async_cg_16(shared_address(&stage.columns[c][drawn_column_vector(c, lane)]), column(g, columns[c]) + k,
                      k < g.k ? 16 : 0);
   }
@@ -129,39 +142,40 @@ template <class L> struct drawn_feed {
     return static_cast<const typename L::Y *>(g.a) + row * g.a_ld;
   }
 
-  /* Eight rows have the scale where their codes are, or none. */
-  DEVICE bool has_scales(int k, const gemm_args &g) const { return (second || lane_id() / 8 % 2 == 0) && k < g.k; }
-
-  DEVICE void load_scales(const gemm_args &g, uint32_t (&to)[2])
+  /* Rows have the scale where their codes are, or none. */
+  DEVICE void load_scales(const gemm_args &g, uint32_t (&to)[L::TILES][2])
   {
     const scale_matrix &s = g.b.scale;
     const int k = slice * L::BK + lane_id() / 16 * 128, step = (int)s.k_stride * (int)scale_bytes(s.dtype);
-    to[1] = 0;
-    if constexpr (MX4) {
-      const char *from = scale + (int64_t)((k + s.k_origin) / 32) * step;
-      const int count = has_scales(k, g) ? min((g.k - k) / 32, 4) : 0;
-      if (four) {
-        to[0] = load_bits<4>(from, count > 0);
-      } else if (even) {
-        to[0] = load_bits<2>(from, count > 0), to[1] = load_bits<2>(from + 2, count > 2);
-      } else {
-        to[0] = 0;
+#pragma unroll
+    for (int t = 0; t < L::TILES; t++) {
+      const bool there = 2 * t + lane_id() / 8 % 2 < octets && k < g.k;
+      to[t][1] = 0;
+      if constexpr (MX4) {
+        const char *from = scale[t] + (int64_t)((k + s.k_origin) / 32) * step;
+        const int count = there ? min((g.k - k) / 32, 4) : 0;
+        if (four) {
+          to[t][0] = load_bits<4>(from, count > 0);
+        } else if (even) {
+          to[t][0] = load_bits<2>(from, count > 0), to[t][1] = load_bits<2>(from + 2, count > 2);
+        } else {
+          to[t][0] = 0;
 #pragma unroll 1
-        for (int i = 0; i < 4; i++) to[0] |= load_bits<1>(from + i * step, i < count) << i * 8;
+          for (int i = 0; i < 4; i++) to[t][0] |= load_bits<1>(from + i * step, i < count) << i * 8;
+        }
+      } else {
+        const char *from = scale[t] + (int64_t)few_quotient(k + s.k_origin, s.block_k) * step;
+        to[t][0] = s.dtype == DT_F32                            ? load_bits<4>(from, there)
+                   : s.dtype == DT_E8M0 || s.dtype == DT_E4M3 ? load_bits<1>(from, there)
+                                                                : load_bits<2>(from, there);
       }
-    } else {
-      const char *from = scale + (int64_t)few_quotient(k + s.k_origin, s.block_k) * step;
-      const bool there = has_scales(k, g);
-      to[0] = s.dtype == DT_F32                            ? load_bits<4>(from, there)
-              : s.dtype == DT_E8M0 || s.dtype == DT_E4M3 ? load_bits<1>(from, there)
-                                                           : load_bits<2>(from, there);
     }
   }
 
   /* The oldest slice that is on its way, and one more is: a cp.async group, also for none. */
-  DEVICE drawn_slice next()
+  DEVICE drawn_slice<L> next()
   {
-    const drawn_slice oldest = ahead[0];
+    const drawn_slice<L> oldest = ahead[0];
     ahead[0] = ahead[1];
     if (at.active >= 0 && slice == slices) {
       draw();

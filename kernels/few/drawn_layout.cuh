@@ -4,30 +4,31 @@
 
 #include "few/layout.cuh"
 
-/* A slice is 16 weight rows by 256 k: an octet of gate and the same of up, or two octets. */
-template <class PRODUCT, int TOKENS_, int BK_, int STAGES_, int WARPS> struct drawn_layout {
+/* A slice is BN weight rows by 256 k. A tile of 16 of them is an octet of gate and the same of up, or two octets. */
+template <class PRODUCT, int TOKENS_, int BN, int BK_, int STAGES_, int WARPS> struct drawn_layout {
   using layout = drawn_layout;
-  using X = typename PRODUCT::X;
   using W = typename PRODUCT::W;
-  using Y = typename PRODUCT::Y;
-  static_assert(same_type<X, Y> && operand<W>::BITS == 4, "codes become what activations are");
+  using Y = typename PRODUCT::Y; /* of x, h and y in memory */
+  using CODE = few_fixed_code<W, same_type<W, u4>>;
+  static_assert(same_type<typename PRODUCT::X, Y> && operand<W>::BITS == 4, "activations in fixed point");
   static constexpr bool UP = true; /* the table has both */
   static constexpr bool ANSWERS = false;
-  static constexpr int TOKENS = TOKENS_, PAIRS = FEW_PAIRS(TOKENS), COLUMNS = 4;
-  static constexpr int BK = BK_, STAGES = STAGES_, RUNS = BK / 128, VECTORS = BK / 8; /* of a column: 16 bytes */
-  static constexpr int OCTETS = 8; /* of down that have y at a time */
+  static constexpr int TOKENS = TOKENS_, PAIRS = FEW_PAIRS(TOKENS), COLUMNS = 4; /* upper and lower bytes of each */
+  static constexpr int TILES = BN / 16, BK = BK_, STAGES = STAGES_, RUNS = BK / 128, VECTORS = BK / 8;
+  static constexpr int OCTETS = BN == 16 ? 8 : 4; /* of down that have y at a time */
   static constexpr int THREADS = WARPS * WARP_SIZE, EPILOGUE = 0, WRITERS = WARPS; /* all write outputs */
-  static_assert(BK == 256 && STAGES == 3 && THREADS >= PAIRS && TOKENS <= WARPS, "drawn_feed.cuh");
+  static_assert(BK == 256 && STAGES == 3 && THREADS >= PAIRS && TOKENS <= 32, "drawn_feed.cuh");
 };
 
 template <class L> struct drawn_stage {
-  uint4 codes[2][L::RUNS][WARP_SIZE]; /* octet, run of 128 k, vectors of 32 k: drawn_vector */
-  uint4 columns[L::COLUMNS][L::VECTORS];
+  uint4 codes[L::TILES][2][L::RUNS][WARP_SIZE]; /* tile, octet, run of 128 k, vectors of 32 k: drawn_vector */
+  uint4 columns[L::COLUMNS][L::VECTORS];        /* eight elements: as they are in memory, then as they are multiplied */
+  float worth[L::COLUMNS][L::RUNS];             /* of a multiple, then */
 };
 
-template <class PRODUCT, int TOKENS, int BK, int STAGES, int WARPS>
-struct few_memory<drawn_layout<PRODUCT, TOKENS, BK, STAGES, WARPS>> {
-  using L = drawn_layout<PRODUCT, TOKENS, BK, STAGES, WARPS>;
+template <class PRODUCT, int TOKENS, int BN, int BK, int STAGES, int WARPS>
+struct few_memory<drawn_layout<PRODUCT, TOKENS, BN, BK, STAGES, WARPS>> {
+  using L = drawn_layout<PRODUCT, TOKENS, BN, BK, STAGES, WARPS>;
   drawn_stage<L> stages[WARPS][STAGES];
   typename L::Y y[L::PAIRS][L::OCTETS * 8]; /* of the channels at hand */
   uint64_t weights_ready;                   /* the table's `weight` */
@@ -35,6 +36,7 @@ struct few_memory<drawn_layout<PRODUCT, TOKENS, BK, STAGES, WARPS>> {
   int32_t drawn;                            /* units of down that warps have taken */
   few_table<L::PAIRS> table;
   gate_scratch scratch[WARPS];
+  uint4 zeros[1];
 };
 template <class S> using drawn_smem = few_memory<typename S::layout>;
 
