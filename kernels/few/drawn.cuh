@@ -60,13 +60,14 @@ DEVICE void multiply_drawn(const few_args &args, drawn_smem<L> &smem, const draw
                            float (&sum)[L::TILES][2])
 {
   const gemm_args &g = at.unit.down ? args.down : args.up;
-  arrange_columns<L>(g, at, smem.table.column[at.unit.active], stage);
-  const drawn_reader<L> from(stage, at.unit.columns);
-  const int runs = min(ceil_div(g.k - at.slice * L::BK, 128), (int)L::RUNS);
+  float(&worth)[L::COLUMNS][L::RUNS] = smem.worth[warp_id()];
+  arrange_columns<L>(g, at, smem.table.column[at.unit.active], stage, worth);
+
+  const drawn_reader<L> from(stage, worth, at.unit.columns);
   if constexpr (same_type<typename L::W, mx4>)
-    multiply_slice_mx4<L>(from, smem.zeros, at.scales, runs, sum);
+    multiply_slice_mx4<L>(from, smem.zeros, at.scales, sum);
   else
-    multiply_slice<L>(from, at.scales, g.b.scale.dtype, runs, sum);
+    multiply_slice<L>(from, *reinterpret_cast<const volatile uint32_t *>(smem.zeros), at.scales, g.b.scale.dtype, sum);
 }
 
 /* A warp's units: of up, unless this is not the first round, and of down those of its CTA's octets from `first` on. */

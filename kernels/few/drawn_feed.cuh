@@ -30,6 +30,7 @@ template <class L> struct drawn_feed {
   drawn_unit at;
   int slice, slices, to;                   /* of the unit: the next; all of them. The next stage */
   const char *codes[2], *scale[L::TILES];  /* of row l / 4 of octets 0 and 1 of a slice; of row l % 16 of a tile */
+  const typename L::Y *row;                /* of the first column */
   int octets, behind;                      /* weight octets that are there; bytes from a tile's rows to the next one's */
   bool four, even;                         /* so many scales may be read at once */
   uint32_t ticket;                         /* drawn ahead, less one */
@@ -82,14 +83,15 @@ template <class L> struct drawn_feed {
     const few_halves of = at.down ? few_halves{smem.table.down[at.active], nullptr} : smem.table.weights[at.active];
     const int stride = (int)(g.b.n_stride / 2), lane = lane_id(),
               end = at.down ? first + octets_of_down() : g.n / 8;
-    const int64_t row = (int64_t)(at.octet * 8 + lane / 4) * stride + lane % 4 * 16;
+    const int64_t first_code = (int64_t)(at.octet * 8 + lane / 4) * stride + lane % 4 * 16;
     octets = min(end - at.octet, step(gated)) * (gated ? 2 : 1);
-    codes[0] = static_cast<const char *>(of.low) + row;
-    codes[1] = gated ? static_cast<const char *>(of.high) + row : codes[0] + (int64_t)8 * stride;
+    codes[0] = static_cast<const char *>(of.low) + first_code;
+    codes[1] = gated ? static_cast<const char *>(of.high) + first_code : codes[0] + (int64_t)8 * stride;
     behind = (gated ? 8 : 16) * stride;
     slice = 0, slices = ceil_div(g.k, L::BK);
     const uint2 columns = *reinterpret_cast<const uint2 *>(smem.table.column[at.active]);
     at.columns = 1 + ((int)columns.x >= 0) + ((columns.y & 0x8000) == 0) + ((int)columns.y >= 0);
+    row = column(g, smem.table.column[at.active][0]) + lane * 8;
     locate_scales(g, gated);
   }
 
@@ -127,12 +129,13 @@ template <class L> struct drawn_feed {
                      2 * t + o < octets ? 16 : 0, policy);
     }
     codes[0] += L::BK / 2, codes[1] += L::BK / 2;
-    const few_column *columns = smem.table.column[at.active];
-    const int k = k0 + lane * 8;
+    const int bytes = k0 + lane * 8 < g.k ? 16 : 0;
+    cp_async_cg_16(shared_address(&stage.columns[0][lane]), row, bytes);
 #pragma unroll 1
-    for (int c = 0; c < at.columns; c++)
-      cp_async_cg_16(shared_address(&stage.columns[c][drawn_column_vector(c, lane)]), column(g, columns[c]) + k,
-                     k < g.k ? 16 : 0);
+    for (int c = 1; c < at.columns; c++)
+      cp_async_cg_16(shared_address(&stage.columns[c][drawn_column_vector(c, lane)]),
+                     column(g, smem.table.column[at.active][c]) + k0 + lane * 8, bytes);
+    row += L::BK;
   }
 
   /* A column's row of x or h. */
@@ -143,31 +146,43 @@ template <class L> struct drawn_feed {
   }
 
   /* Rows have the scale where their codes are, or none. */
+  DEVICE bool has_scale(int tile) const { return 2 * tile + lane_id() / 8 % 2 < octets; }
+
+  template <int SIZE> DEVICE void load_blocks(int64_t step, bool there, uint32_t (&to)[L::TILES][2]) const
+  {
+#pragma unroll
+    for (int t = 0; t < L::TILES; t++) to[t][0] = load_bits<SIZE>(scale[t] + step, there && has_scale(t));
+  }
+
   DEVICE void load_scales(const gemm_args &g, uint32_t (&to)[L::TILES][2])
   {
     const scale_matrix &s = g.b.scale;
-    const int k = slice * L::BK + lane_id() / 16 * 128, step = (int)s.k_stride * (int)scale_bytes(s.dtype);
+    const int k = slice * L::BK + lane_id() / 16 * 128;
+    if constexpr (!MX4) { /* blocks of a power of two, or one of all k */
+      const int64_t step =
+          (int64_t)(k + s.k_origin >> 31 - __clz(s.block_k)) * ((int)s.k_stride * (int)scale_bytes(s.dtype));
+      if (s.dtype == DT_F32)
+        load_blocks<4>(step, k < g.k, to);
+      else if (s.dtype == DT_E8M0 || s.dtype == DT_E4M3)
+        load_blocks<1>(step, k < g.k, to);
+      else
+        load_blocks<2>(step, k < g.k, to);
+      return;
+    }
+    const int64_t step = (int64_t)((k + s.k_origin) / 32) * (int)s.k_stride;
+    const int count = min((g.k - k) / 32, 4);
 #pragma unroll
     for (int t = 0; t < L::TILES; t++) {
-      const bool there = 2 * t + lane_id() / 8 % 2 < octets && k < g.k;
+      const int own = has_scale(t) ? count : 0;
       to[t][1] = 0;
-      if constexpr (MX4) {
-        const char *from = scale[t] + (int64_t)((k + s.k_origin) / 32) * step;
-        const int count = there ? min((g.k - k) / 32, 4) : 0;
-        if (four) {
-          to[t][0] = load_bits<4>(from, count > 0);
-        } else if (even) {
-          to[t][0] = load_bits<2>(from, count > 0), to[t][1] = load_bits<2>(from + 2, count > 2);
-        } else {
-          to[t][0] = 0;
-#pragma unroll 1
-          for (int i = 0; i < 4; i++) to[t][0] |= load_bits<1>(from + i * step, i < count) << i * 8;
-        }
+      if (four) {
+        to[t][0] = load_bits<4>(scale[t] + step, own > 0);
+      } else if (even) {
+        to[t][0] = load_bits<2>(scale[t] + step, own > 0), to[t][1] = load_bits<2>(scale[t] + step + 2, own > 2);
       } else {
-        const char *from = scale[t] + (int64_t)few_quotient(k + s.k_origin, s.block_k) * step;
-        to[t][0] = s.dtype == DT_F32                            ? load_bits<4>(from, there)
-                   : s.dtype == DT_E8M0 || s.dtype == DT_E4M3 ? load_bits<1>(from, there)
-                                                                : load_bits<2>(from, there);
+        to[t][0] = 0;
+#pragma unroll 1
+        for (int i = 0; i < 4; i++) to[t][0] |= load_bits<1>(scale[t] + step + i * (int)s.k_stride, i < own) << i * 8;
       }
     }
   }

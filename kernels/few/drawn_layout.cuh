@@ -20,16 +20,16 @@ template <class PRODUCT, int TOKENS_, int BN, int BK_, int STAGES_, int WARPS> s
   static_assert(BK == 256 && STAGES == 3 && THREADS >= PAIRS && TOKENS <= 32, "drawn_feed.cuh");
 };
 
-template <class L> struct drawn_stage {
+template <class L> struct alignas(128) drawn_stage {
   uint4 codes[L::TILES][2][L::RUNS][WARP_SIZE]; /* tile, octet, run of 128 k, vectors of 32 k: drawn_vector */
   uint4 columns[L::COLUMNS][L::VECTORS];        /* eight elements: as they are in memory, then as they are multiplied */
-  float worth[L::COLUMNS][L::RUNS];             /* of a multiple, then */
 };
 
 template <class PRODUCT, int TOKENS, int BN, int BK, int STAGES, int WARPS>
 struct few_memory<drawn_layout<PRODUCT, TOKENS, BN, BK, STAGES, WARPS>> {
   using L = drawn_layout<PRODUCT, TOKENS, BN, BK, STAGES, WARPS>;
   drawn_stage<L> stages[WARPS][STAGES];
+  float worth[WARPS][L::COLUMNS][L::RUNS];  /* of a multiple, in the slice at hand */
   typename L::Y y[L::PAIRS][L::OCTETS * 8]; /* of the channels at hand */
   uint64_t weights_ready;                   /* the table's `weight` */
   few_range own;                            /* octets of down */
