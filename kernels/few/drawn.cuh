@@ -41,17 +41,16 @@ DEVICE void finish_drawn(const few_args &args, drawn_smem<P> &smem, const drawn_
 #pragma unroll
   for (int o = 0; o < 2; o++) {
     const int half = gated ? o : 0, n = gated ? channel : channel + 8 * o;
-    if (o == 0 || gated || octet + 1 < end) load_bias(g.b, half, expert, n, bias[o]);
+    if ((o == 0 || gated || octet + 1 < end) && unit.down <= 1) load_bias(g.b, half, expert, n, bias[o]);
     value[o][0] = weighted(sum[o] * (global_scale(g.b, half, expert) * P::CODE::REST), 1.f, 1.f, bias[o][0]);
   }
 #pragma unroll 1
   for (int o = 0; o < (gated || octet + 1 == end ? 1 : 2); o++, value[0][0] = value[1][0]) {
     if (P::ACTIVATED) activate<1>(g, value[0], value[1]);
-    const Y one = from_f32<Y>(value[0][0]);
     if constexpr (P::DOWN)
-      smem.y[pair][channel + 8 * o - first * 8] = one;
+      smem.y.sums[(unit.down - 1) * smem.y.part + (pair * smem.y.octets - first) * 8 + channel + 8 * o] = value[0][0];
     else
-      store_relaxed(static_cast<Y *>(g.c) + pair * g.c_ld + channel + 8 * o, one);
+      store_relaxed(static_cast<Y *>(g.c) + pair * g.c_ld + channel + 8 * o, from_f32<Y>(value[0][0]));
   }
 }
 
@@ -91,7 +90,7 @@ template <class L> DEVICE void consume_drawn(const few_args &args, drawn_smem<L>
     if (at.unit.active < 0) break;
     multiply_drawn<L>(args, smem, at, smem.stages[warp_id()][stage], sum);
     stage = stage == L::STAGES - 1 ? 0 : stage + 1;
-    if (at.slice + 1 < ceil_div((at.unit.down ? args.down : args.up).k, L::BK)) continue;
+    if (!at.last) continue;
 #pragma unroll 1
     for (int t = 0; t < L::TILES; t++) { /* the same code: sums move up */
       if (at.unit.down)
@@ -109,7 +108,7 @@ template <class L> DEVICE void consume_drawn(const few_args &args, drawn_smem<L>
 template <class L> DEVICE void write_drawn_outputs(const few_args &args, drawn_smem<L> &smem, int first)
 {
   const few_outputs<L> outputs(args);
-  const int end = min(first + (int)L::OCTETS, smem.own.first + smem.own.count);
+  const int end = min(first + smem.y.octets, smem.own.first + smem.own.count);
 #pragma unroll 1
   for (int octet = first; octet < end; octet += 2)
     store_outputs<L>(args, smem, outputs, octet, min(2, end - octet), (octet - first) * 8);
@@ -120,6 +119,7 @@ template <class L> DEVICE void drawn_gemm(const few_args &args, drawn_smem<L> &s
   if (threadIdx.x == 0) {
     mbarrier_init(&smem.weights_ready, WARP_SIZE);
     smem.own = part_of_cta(args.down.n / 8), smem.drawn = 0;
+    smem.y.cut(args.down.k, smem.own.count, min((int)args.up.rows_cap, (int)L::PAIRS), args.map.local_experts);
     smem.zeros[0] = make_uint4(0, 0, 0, 0);
   }
   wait_for_earlier_grids();
@@ -128,7 +128,7 @@ template <class L> DEVICE void drawn_gemm(const few_args &args, drawn_smem<L> &s
   const int experts = build_few_table<L>(args, smem);
   const int end = smem.own.first + smem.own.count;
 #pragma unroll 1
-  for (int first = smem.own.first; first == smem.own.first || first < end; first += L::OCTETS) {
+  for (int first = smem.own.first; first == smem.own.first || first < end; first += smem.y.octets) {
     consume_drawn<L>(args, smem, experts, first);
     if (first == smem.own.first && warp_id() == 0) take_weights<L>(args, smem);
     __syncthreads();

@@ -8,13 +8,14 @@
 
 /* Up to BN weight rows of an active expert, which has so many columns. */
 struct drawn_unit {
-  int active, octet, down, columns; /* active < 0: none is left */
+  int active, octet, columns; /* active < 0: none is left */
+  int down;                   /* 0, or one more than its part of k */
 };
 
 /* On its way to be multiplied. */
 template <class L> struct drawn_slice {
   drawn_unit unit;
-  int slice;
+  int slice, last; /* last: of the unit */
   uint32_t scales[L::TILES][2]; /* of row l % 16 of a tile and run l / 16, as they lie: u4 one, of mx4 four, of which two
                                    may be apart */
 };
@@ -37,14 +38,14 @@ template <class L> struct drawn_feed {
   uint32_t routes;                         /* tokens whose routing the warp has to write, a bit each */
 
   DEVICE drawn_feed(const few_args &a, drawn_smem<L> &s, int e, int octet)
-      : args(a), smem(s), experts(e), first(octet), at{0, 0, octet > s.own.first, 0}, slice(0), slices(0), to(0),
+      : args(a), smem(s), experts(e), first(octet), at{0, 0, 0, octet > s.own.first}, slice(0), slices(0), to(0),
         routes(0)
   {
   }
 
   /* ---- units ---- */
 
-  DEVICE int octets_of_down() const { return min(smem.own.first + smem.own.count - first, (int)L::OCTETS); }
+  DEVICE int octets_of_down() const { return min(smem.own.first + smem.own.count - first, smem.y.octets); }
 
   DEVICE void draw_ahead()
   {
@@ -56,11 +57,12 @@ template <class L> struct drawn_feed {
 
   DEVICE void draw_down()
   {
-    const int tiles = ceil_div(octets_of_down(), step(false));
+    const int tiles = ceil_div(octets_of_down(), step(false)), parts = smem.y.parts;
     const int item = __shfl_sync(ALL_LANES, lane_id() == 0 ? atomicAdd(&smem.drawn, 1) : 0, 0);
     at.down = 1, at.active = -1;
-    if (item >= experts * tiles) return;
-    at.active = item / tiles, at.octet = first + item % tiles * step(false);
+    if (item >= experts * tiles * parts) return;
+    const int unit = item / parts;
+    at.down = 1 + item % parts, at.active = unit / tiles, at.octet = first + unit % tiles * step(false);
   }
 
   /* Of up as long as there are any. */
@@ -89,9 +91,11 @@ template <class L> struct drawn_feed {
     codes[1] = gated ? static_cast<const char *>(of.high) + first_code : codes[0] + (int64_t)8 * stride;
     behind = (gated ? 8 : 16) * stride;
     slice = 0, slices = ceil_div(g.k, L::BK);
+    if (at.down) slice = (at.down - 1) * smem.y.each, slices = min(slices, slice + smem.y.each);
     const uint2 columns = *reinterpret_cast<const uint2 *>(smem.table.column[at.active]);
     at.columns = 1 + ((int)columns.x >= 0) + ((columns.y & 0x8000) == 0) + ((int)columns.y >= 0);
-    row = column(g, smem.table.column[at.active][0]) + lane * 8;
+    codes[0] += slice * (L::BK / 2), codes[1] += slice * (L::BK / 2);
+    row = column(g, smem.table.column[at.active][0]) + slice * L::BK + lane * 8;
     locate_scales(g, gated);
   }
 
@@ -191,15 +195,17 @@ template <class L> struct drawn_feed {
   DEVICE drawn_slice<L> next()
   {
     const drawn_slice<L> oldest = ahead[0];
-    ahead[0] = ahead[1];
+#pragma unroll
+    for (int i = 1; i < L::STAGES - 1; i++) ahead[i - 1] = ahead[i];
+    drawn_slice<L> &newest = ahead[L::STAGES - 2];
     if (at.active >= 0 && slice == slices) {
       draw();
       if (at.active >= 0) locate();
     }
-    ahead[1].unit = at, ahead[1].slice = slice;
+    newest.unit = at, newest.slice = slice, newest.last = slice == slices - 1;
     if (at.active >= 0) {
       const gemm_args &g = gemm();
-      copy(g), load_scales(g, ahead[1].scales);
+      copy(g), load_scales(g, newest.scales);
       if (!at.down && slice == max(slices - 2, 0)) draw_ahead(); /* not sooner: who has drawn a unit keeps it */
       slice++;
     }

@@ -15,9 +15,9 @@ template <class PRODUCT, int TOKENS_, int BN, int BK_, int STAGES_, int WARPS> s
   static constexpr bool ANSWERS = false;
   static constexpr int TOKENS = TOKENS_, PAIRS = FEW_PAIRS(TOKENS), COLUMNS = 4; /* upper and lower bytes of each */
   static constexpr int TILES = BN / 16, BK = BK_, STAGES = STAGES_, RUNS = BK / 128, VECTORS = BK / 8;
-  static constexpr int OCTETS = BN == 16 ? 8 : 4; /* of down that have y at a time */
+  static constexpr int SUMS = 4096; /* of down at a time */
   static constexpr int THREADS = WARPS * WARP_SIZE, EPILOGUE = 0, WRITERS = WARPS; /* all write outputs */
-  static_assert(BK == 256 && STAGES == 3 && THREADS >= PAIRS && TOKENS <= 32, "drawn_feed.cuh");
+  static_assert(BK == 256 && THREADS >= PAIRS && TOKENS <= 32 && SUMS >= PAIRS * 32, "drawn_feed.cuh");
 };
 
 template <class L> struct alignas(128) drawn_stage {
@@ -25,12 +25,42 @@ template <class L> struct alignas(128) drawn_stage {
   uint4 columns[L::COLUMNS][L::VECTORS];        /* eight elements: as they are in memory, then as they are multiplied */
 };
 
+/* y of the channels at hand, in sums of parts of k. */
+template <class L> struct drawn_y {
+  using Y = typename L::Y;
+  float sums[L::SUMS];
+  int32_t octets, each, parts; /* channels of a pair; slices of a part; parts of a unit */
+  int32_t part;                /* sums of a part of all units */
+
+  struct of_pair {
+    const drawn_y &y;
+    const float *first;
+    DEVICE Y operator[](int local) const
+    {
+      float sum = first[local];
+      for (int p = 1; p < y.parts; p++) sum += first[p * y.part + local];
+      return from_f32<Y>(sum);
+    }
+  };
+  DEVICE of_pair operator[](int pair) const { return {*this, sums + pair * octets * 8}; }
+
+  /* Parts of at least three slices, so that each warp has two units; they do not depend on which experts are active. */
+  DEVICE void cut(int k, int own, int pairs, int experts)
+  {
+    octets = pairs * 64 <= (int)L::SUMS ? 8 : 4, part = pairs * octets * 8;
+    const int slices = ceil_div(k, (int)L::BK), units = min(pairs, experts) * ceil_div(max(min(own, octets), 1), 2 * L::TILES),
+              most = max(min(slices / 3, (int)L::SUMS / part), 1);
+    each = ceil_div(slices, min(ceil_div(2 * L::THREADS / WARP_SIZE, units), most));
+    parts = ceil_div(slices, each);
+  }
+};
+
 template <class PRODUCT, int TOKENS, int BN, int BK, int STAGES, int WARPS>
 struct few_memory<drawn_layout<PRODUCT, TOKENS, BN, BK, STAGES, WARPS>> {
   using L = drawn_layout<PRODUCT, TOKENS, BN, BK, STAGES, WARPS>;
   drawn_stage<L> stages[WARPS][STAGES];
   float worth[WARPS][L::COLUMNS][L::RUNS];  /* of a multiple, in the slice at hand */
-  typename L::Y y[L::PAIRS][L::OCTETS * 8]; /* of the channels at hand */
+  drawn_y<L> y;
   uint64_t weights_ready;                   /* the table's `weight` */
   few_range own;                            /* octets of down */
   int32_t drawn;                            /* units of down that warps have taken */
