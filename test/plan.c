@@ -251,14 +251,16 @@ static bool row_can(const variant *v, const gpu *g, const op_shape *s)
   if (few && s->by_expert) return false;
   if (few && s->rows_mode != ROWS_AS_THEY_ARE && s->rows_mode != ROWS_GROUP) return false;
   const bool scaled = v->format > (int8_t)DENSE_FORMATS;
+  const bool whole = v->form == FORM_fixed || (v->form == FORM_drawn && v->format == FORMAT_u4);
+  if (v->form == FORM_drawn && !s->in_one) return false;
   const int32_t run = v->scale == SCALE_out                            ? 1 << 30
                       : !scaled                                        ? 0
                       : v->arch == ARCH_any || v->format == FORMAT_nv4 ? 16
-                      : v->form == FORM_fixed                          ? 128
+                      : whole                                          ? 128
                       : v->w == DT_U8                                  ? 32
                                                                        : 128;
-  if (v->form == FORM_fixed && !s->symmetric) return false;
-  if (v->format == FORMAT_u4 && (v->form == FORM_mixed || v->form == FORM_wgmma || v->form == FORM_fixed)) {
+  if (whole && !s->symmetric) return false;
+  if (v->format == FORMAT_u4 && (v->form == FORM_mixed || v->form == FORM_wgmma || whole)) {
     int32_t block = s->scale_block;
     while (block && block % 2 == 0) block /= 2;
     if (block > 1) return false;
@@ -510,7 +512,7 @@ static void check_gemm_grid(rng *r, const gpu *g, const variant *v, const op_sha
  * SMs. */
 static wide simple_grid(const variant *v, const op_shape *s)
 {
-  if (v->form == FORM_dealt) return HOPPER_SMS * v->ctas;
+  if (v->form == FORM_dealt || v->form == FORM_drawn) return HOPPER_SMS * v->ctas;
   if (s->op == OP_few_up || s->op == OP_few_down)
     return smaller((s->op == OP_few_up ? s->rows : 1) * (int64_t)wide_ceil(s->n, v->bn), HOPPER_SMS);
   if (s->op == OP_quantize || s->op == OP_quantize_masked)

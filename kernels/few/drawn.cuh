@@ -55,14 +55,14 @@ DEVICE void finish_drawn(const few_args &args, drawn_smem<P> &smem, const drawn_
 }
 
 template <class L>
-DEVICE void multiply_drawn(const few_args &args, drawn_smem<L> &smem, const drawn_slice<L> &at, drawn_stage<L> &stage,
-                           float (&sum)[L::TILES][2])
+DEVICE void multiply_drawn(const few_args &args, drawn_smem<L> &smem, const drawn_lane<L> &lane, const drawn_slice<L> &at,
+                           drawn_stage<L> &stage, float (&sum)[L::TILES][2])
 {
   const gemm_args &g = at.unit.down ? args.down : args.up;
   float(&worth)[L::COLUMNS][L::RUNS] = smem.worth[warp_id()];
   arrange_columns<L>(g, at, smem.table.column[at.unit.active], stage, worth);
 
-  const drawn_reader<L> from(stage, worth, at.unit.columns);
+  const drawn_reader<L> from(stage, lane, worth, at.unit.columns);
   if constexpr (same_type<typename L::W, mx4>)
     multiply_slice_mx4<L>(from, smem.zeros, at.scales, sum);
   else
@@ -72,7 +72,8 @@ DEVICE void multiply_drawn(const few_args &args, drawn_smem<L> &smem, const draw
 /* A warp's units: of up, unless this is not the first round, and of down those of its CTA's octets from `first` on. */
 template <class L> DEVICE void consume_drawn(const few_args &args, drawn_smem<L> &smem, int experts, int first)
 {
-  drawn_feed<L> feed(args, smem, experts, first);
+  const drawn_lane<L> lane;
+  drawn_feed<L> feed(args, smem, lane, experts, first);
   float sum[L::TILES][2] = {};
   if (!feed.at.down) feed.draw_ahead();
 #pragma unroll 1
@@ -88,7 +89,7 @@ template <class L> DEVICE void consume_drawn(const few_args &args, drawn_smem<L>
     }
     if (i < 0) continue;
     if (at.unit.active < 0) break;
-    multiply_drawn<L>(args, smem, at, smem.stages[warp_id()][stage], sum);
+    multiply_drawn<L>(args, smem, lane, at, smem.stages[warp_id()][stage], sum);
     stage = stage == L::STAGES - 1 ? 0 : stage + 1;
     if (!at.last) continue;
 #pragma unroll 1

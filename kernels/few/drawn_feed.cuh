@@ -20,16 +20,32 @@ template <class L> struct drawn_slice {
                                    may be apart */
 };
 
+/* Where a lane's things lie in a stage, in bytes: what would be worked out anew with every slice is held. */
+template <class L> struct drawn_lane {
+  uint32_t copied, codes, elements; /* the vector of codes that it copies; where ldmatrix reads; its elements of a group */
+
+  DEVICE drawn_lane()
+  {
+    const uint32_t lane = lane_id(), octet = lane / 8 % 2 * L::RUNS * WARP_SIZE, token = lane / 8;
+    uint4 all = make_uint4(drawn_vector(lane / 4, lane % 4) * 16, (octet + drawn_vector(lane % 8, lane / 16)) * 16,
+                           (token * L::VECTORS + drawn_column_vector(token, lane % 4)) * 16 + lane / 4 % 2 * 8, 0);
+    hold(all);
+    copied = all.x, codes = all.y, elements = all.z;
+  }
+};
+
 template <class L> struct drawn_feed {
   using W = typename L::W;
   static constexpr bool MX4 = same_type<W, mx4>;
 
   const few_args &args;
   drawn_smem<L> &smem;
+  const drawn_lane<L> &lane;
   const int experts, first; /* the first octet of down whose y is made */
   drawn_slice<L> ahead[L::STAGES - 1];
   drawn_unit at;
-  int slice, slices, to;                   /* of the unit: the next; all of them. The next stage */
+  int slice, slices, k, to;                /* of the unit: the next; all of them; all of its k. The next stage */
+  int shift, step_of_scales;               /* of k to its block, of 2^shift; bytes from one to the next */
   const char *codes[2], *scale[L::TILES];  /* of row l / 4 of octets 0 and 1 of a slice; of row l % 16 of a tile */
   const typename L::Y *row;                /* of the first column */
   int octets, behind;                      /* weight octets that are there; bytes from a tile's rows to the next one's */
@@ -37,8 +53,8 @@ template <class L> struct drawn_feed {
   uint32_t ticket;                         /* drawn ahead, less one */
   uint32_t routes;                         /* tokens whose routing the warp has to write, a bit each */
 
-  DEVICE drawn_feed(const few_args &a, drawn_smem<L> &s, int e, int octet)
-      : args(a), smem(s), experts(e), first(octet), at{0, 0, 0, octet > s.own.first}, slice(0), slices(0), to(0),
+  DEVICE drawn_feed(const few_args &a, drawn_smem<L> &s, const drawn_lane<L> &l, int e, int octet)
+      : args(a), smem(s), lane(l), experts(e), first(octet), at{0, 0, 0, octet > s.own.first}, slice(0), slices(0), to(0),
         routes(0)
   {
   }
@@ -83,19 +99,19 @@ template <class L> struct drawn_feed {
     const gemm_args &g = gemm();
     const bool gated = !at.down && g.gated;
     const few_halves of = at.down ? few_halves{smem.table.down[at.active], nullptr} : smem.table.weights[at.active];
-    const int stride = (int)(g.b.n_stride / 2), lane = lane_id(),
+    const int stride = (int)(g.b.n_stride / 2), l = lane_id(),
               end = at.down ? first + octets_of_down() : g.n / 8;
-    const int64_t first_code = (int64_t)(at.octet * 8 + lane / 4) * stride + lane % 4 * 16;
+    const int64_t first_code = (int64_t)(at.octet * 8 + l / 4) * stride + l % 4 * 16;
     octets = min(end - at.octet, step(gated)) * (gated ? 2 : 1);
     codes[0] = static_cast<const char *>(of.low) + first_code;
     codes[1] = gated ? static_cast<const char *>(of.high) + first_code : codes[0] + (int64_t)8 * stride;
     behind = (gated ? 8 : 16) * stride;
-    slice = 0, slices = ceil_div(g.k, L::BK);
+    slice = 0, slices = ceil_div(g.k, L::BK), k = g.k;
     if (at.down) slice = (at.down - 1) * smem.y.each, slices = min(slices, slice + smem.y.each);
     const uint2 columns = *reinterpret_cast<const uint2 *>(smem.table.column[at.active]);
     at.columns = 1 + ((int)columns.x >= 0) + ((columns.y & 0x8000) == 0) + ((int)columns.y >= 0);
     codes[0] += slice * (L::BK / 2), codes[1] += slice * (L::BK / 2);
-    row = column(g, smem.table.column[at.active][0]) + slice * L::BK + lane * 8;
+    row = column(g, smem.table.column[at.active][0]) + slice * L::BK + l * 8;
     locate_scales(g, gated);
   }
 
@@ -104,6 +120,7 @@ template <class L> struct drawn_feed {
     const scale_matrix &s = g.b.scale;
     const int o = lane_id() / 8 % 2, half = gated ? o : 0, bytes = (int)s.n_stride * (int)scale_bytes(s.dtype);
     const char *base = static_cast<const char *>(scale_base(s, half, smem.table.expert[at.active]));
+    shift = MX4 ? 5 : 31 - __clz(s.block_k), step_of_scales = (int)s.k_stride * (int)scale_bytes(s.dtype);
     uint32_t all = s.k_origin / 32 | g.k / 32;
 #pragma unroll
     for (int t = 0; t < L::TILES; t++) {
@@ -120,25 +137,25 @@ template <class L> struct drawn_feed {
   /* ---- slices ---- */
 
   /* Past the end of a row its last vector again: there columns are 0. */
-  DEVICE void copy(const gemm_args &g)
+  DEVICE void copy()
   {
     drawn_stage<L> &stage = smem.stages[warp_id()][to];
     const uint64_t policy = evict_first_policy();
-    const int lane = lane_id(), place = drawn_vector(lane / 4, lane % 4), k0 = slice * L::BK,
-              last = (g.k - k0) / 2 - 16 - lane % 4 * 16;
+    const uint32_t codes_to = shared_address(&stage) + lane.copied, columns_to = shared_address(stage.columns);
+    const int l = lane_id(), left = k - slice * L::BK, last = left / 2 - 16 - l % 4 * 16;
 #pragma unroll
     for (int i = 0; i < L::TILES * 2 * L::RUNS; i++) {
       const int run = i % L::RUNS, o = i / L::RUNS % 2, t = i / L::RUNS / 2;
-      cp_async_cg_16(shared_address(&stage.codes[t][o][run][place]), codes[o] + (t * behind + min(run * 64, last)),
+      cp_async_cg_16(codes_to + i * (int)(WARP_SIZE * sizeof(uint4)), codes[o] + (t * behind + min(run * 64, last)),
                      2 * t + o < octets ? 16 : 0, policy);
     }
     codes[0] += L::BK / 2, codes[1] += L::BK / 2;
-    const int bytes = k0 + lane * 8 < g.k ? 16 : 0;
-    cp_async_cg_16(shared_address(&stage.columns[0][lane]), row, bytes);
+    const int bytes = l * 8 < left ? 16 : 0;
+    cp_async_cg_16(columns_to + l * 16, row, bytes);
 #pragma unroll 1
     for (int c = 1; c < at.columns; c++)
-      cp_async_cg_16(shared_address(&stage.columns[c][drawn_column_vector(c, lane)]),
-                     column(g, smem.table.column[at.active][c]) + k0 + lane * 8, bytes);
+      cp_async_cg_16(columns_to + (c * L::VECTORS + drawn_column_vector(c, l)) * 16,
+                     column(gemm(), smem.table.column[at.active][c]) + slice * L::BK + l * 8, bytes);
     row += L::BK;
   }
 
@@ -158,36 +175,37 @@ template <class L> struct drawn_feed {
     for (int t = 0; t < L::TILES; t++) to[t][0] = load_bits<SIZE>(scale[t] + step, there && has_scale(t));
   }
 
-  DEVICE void load_scales(const gemm_args &g, uint32_t (&to)[L::TILES][2])
+  /* MX4: a run's scales of a byte, or as many of them as there are. */
+  DEVICE void load_four(const char *from, int count, uint32_t (&to)[2]) const
   {
-    const scale_matrix &s = g.b.scale;
-    const int k = slice * L::BK + lane_id() / 16 * 128;
-    if constexpr (!MX4) { /* blocks of a power of two, or one of all k */
-      const int64_t step =
-          (int64_t)(k + s.k_origin >> 31 - __clz(s.block_k)) * ((int)s.k_stride * (int)scale_bytes(s.dtype));
-      if (s.dtype == DT_F32)
-        load_blocks<4>(step, k < g.k, to);
-      else if (s.dtype == DT_E8M0 || s.dtype == DT_E4M3)
-        load_blocks<1>(step, k < g.k, to);
-      else
-        load_blocks<2>(step, k < g.k, to);
-      return;
-    }
-    const int64_t step = (int64_t)((k + s.k_origin) / 32) * (int)s.k_stride;
-    const int count = min((g.k - k) / 32, 4);
-#pragma unroll
-    for (int t = 0; t < L::TILES; t++) {
-      const int own = has_scale(t) ? count : 0;
-      to[t][1] = 0;
-      if (four) {
-        to[t][0] = load_bits<4>(scale[t] + step, own > 0);
-      } else if (even) {
-        to[t][0] = load_bits<2>(scale[t] + step, own > 0), to[t][1] = load_bits<2>(scale[t] + step + 2, own > 2);
-      } else {
-        to[t][0] = 0;
+    to[1] = 0;
+    if (four) {
+      to[0] = load_bits<4>(from, count > 0);
+    } else if (even) {
+      to[0] = load_bits<2>(from, count > 0), to[1] = load_bits<2>(from + 2, count > 2);
+    } else {
+      to[0] = 0;
 #pragma unroll 1
-        for (int i = 0; i < 4; i++) to[t][0] |= load_bits<1>(scale[t] + step + i * (int)s.k_stride, i < own) << i * 8;
-      }
+      for (int i = 0; i < 4; i++) to[0] |= load_bits<1>(from + i * step_of_scales, i < count) << i * 8;
+    }
+  }
+
+  DEVICE void load_scales(uint32_t (&to)[L::TILES][2])
+  {
+    const scale_matrix &s = gemm().b.scale;
+    const int first_k = slice * L::BK + lane_id() / 16 * 128, left = k - first_k;
+    const int64_t at_block = (int64_t)(first_k + s.k_origin >> shift) * step_of_scales;
+    if constexpr (!MX4) { /* blocks of a power of two, or one of all k */
+      if (s.dtype == DT_F32)
+        load_blocks<4>(at_block, left > 0, to);
+      else if (s.dtype == DT_E8M0 || s.dtype == DT_E4M3)
+        load_blocks<1>(at_block, left > 0, to);
+      else
+        load_blocks<2>(at_block, left > 0, to);
+    } else {
+#pragma unroll
+      for (int t = 0; t < L::TILES; t++)
+        load_four(scale[t] + at_block, has_scale(t) ? min(left / 32, 4) : 0, to[t]);
     }
   }
 
@@ -204,8 +222,7 @@ template <class L> struct drawn_feed {
     }
     newest.unit = at, newest.slice = slice, newest.last = slice == slices - 1;
     if (at.active >= 0) {
-      const gemm_args &g = gemm();
-      copy(g), load_scales(g, newest.scales);
+      copy(), load_scales(newest.scales);
       if (!at.down && slice == max(slices - 2, 0)) draw_ahead(); /* not sooner: who has drawn a unit keeps it */
       slice++;
     }

@@ -37,9 +37,10 @@ DEVICE void arrange_columns(const gemm_args &g, const drawn_slice<L> &at, const 
 {
   using Y = typename L::Y;
   const int lane = lane_id();
+  uint4 *row = stage.columns[0];
 #pragma unroll 1
-  for (int c = 0; c < at.unit.columns; c++) {
-    uint4 &place = stage.columns[c][drawn_column_vector(c, lane)], v = place;
+  for (int c = 0; c < at.unit.columns; c++, row += L::VECTORS) {
+    uint4 &place = row[drawn_column_vector(c, lane)], v = place;
     if (at.unit.down) v = await_written<Y>(g, columns[c], at.slice * L::BK + lane * 8, v);
     uint32_t most = largest_of<16>(v);
     const float down = lift<Y>(v, most);
@@ -67,18 +68,19 @@ DEVICE void arrange_columns(const gemm_args &g, const drawn_slice<L> &at, const 
  * l % 4 in those rows.
  */
 template <class L> struct drawn_reader {
-  uint32_t codes;         /* where ldmatrix reads groups 0 and 1 of run 0 of tile 0 */
-  const uint4 *column[2]; /* the lane's vectors of groups 0 and 1 of the slice */
-  bool there, lower;
+  uint32_t codes;                         /* where ldmatrix reads groups 0 and 1 of run 0 of tile 0 */
+  const unsigned char *even, *odd;        /* elements of groups 0 and 1 of the slice */
+  bool there;
   const float *worth;
 
-  DEVICE drawn_reader(const drawn_stage<L> &stage, const float (&worths)[L::COLUMNS][L::RUNS], int columns)
+  DEVICE drawn_reader(const drawn_stage<L> &stage, const drawn_lane<L> &own, const float (&worths)[L::COLUMNS][L::RUNS],
+                      int columns)
   {
-    const int lane = lane_id(), token = lane / 8, swap = token % 2 * 4;
-    codes = shared_address(&stage.codes[0][lane / 8 % 2][0][drawn_vector(lane % 8, lane / 16)]);
-    column[0] = &stage.columns[token][lane % 4 + swap], column[1] = &stage.columns[token][lane % 4 + 4 - swap];
-    there = token < columns, lower = lane / 4 % 2;
-    worth = worths[lane % 4];
+    codes = shared_address(&stage) + own.codes;
+    even = reinterpret_cast<const unsigned char *>(stage.columns) + own.elements;
+    odd = reinterpret_cast<const unsigned char *>(stage.columns) + (own.elements ^ 4 * sizeof(uint4));
+    there = lane_id() / 8 < columns;
+    worth = worths[lane_id() % 4];
   }
   /* Words of groups 2 half and 2 half + 1 of a run: [octet + 2 group]. */
   DEVICE void load_words(int tile, int run, int half, uint32_t (&words)[4]) const
@@ -90,7 +92,8 @@ template <class L> struct drawn_reader {
   DEVICE uint2 load_elements(int g) const
   {
     static_assert(L::COLUMNS == 4 && L::BK == 256, "eight columns");
-    return there ? reinterpret_cast<const uint2 *>(column[g % 2] + g / 2 * 8)[lower] : make_uint2(0, 0);
+    const unsigned char *from = (g % 2 ? odd : even) + g / 2 * 128;
+    return there ? *reinterpret_cast<const uint2 *>(from) : make_uint2(0, 0);
   }
 };
 
