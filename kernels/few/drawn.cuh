@@ -41,17 +41,52 @@ DEVICE void finish_drawn(const few_args &args, drawn_smem<P> &smem, const drawn_
 #pragma unroll
   for (int o = 0; o < 2; o++) {
     const int half = gated ? o : 0, n = gated ? channel : channel + 8 * o;
-    if ((o == 0 || gated || octet + 1 < end) && unit.down <= 1) load_bias(g.b, half, expert, n, bias[o]);
+    if ((o == 0 || gated || octet + 1 < end) && (!P::DOWN || unit.part == 0)) load_bias(g.b, half, expert, n, bias[o]);
     value[o][0] = weighted(sum[o] * (global_scale(g.b, half, expert) * P::CODE::REST), 1.f, 1.f, bias[o][0]);
   }
 #pragma unroll 1
   for (int o = 0; o < (gated || octet + 1 == end ? 1 : 2); o++, value[0][0] = value[1][0]) {
     if (P::ACTIVATED) activate<1>(g, value[0], value[1]);
     if constexpr (P::DOWN)
-      smem.y.sums[(unit.down - 1) * smem.y.part + (pair * smem.y.octets - first) * 8 + channel + 8 * o] = value[0][0];
+      smem.y.sums[unit.part * smem.y.part + (pair * smem.y.octets - first) * 8 + channel + 8 * o] = value[0][0];
     else
       store_relaxed(static_cast<Y *>(g.c) + pair * g.c_ld + channel + 8 * o, from_f32<Y>(value[0][0]));
   }
+}
+
+/* A warp's part of a unit of up. Whether it was the last one that was missing: then `sum` is the unit's, else zeros. A
+ * place is had by one unit after the other; whoever waits for it waits for warps that wait for earlier ones alone. */
+template <class L>
+DEVICE bool add_up_parts(drawn_line<L> &line, const drawn_unit &unit, float (&sum)[L::TILES][2])
+{
+  const int place = unit.number % L::AWAITED, turn = unit.number / L::AWAITED, lane = lane_id();
+  volatile int32_t *turns = line.turn + place;
+  while (*turns != turn) __nanosleep(FEW_POLL);
+  __syncwarp();
+#pragma unroll
+  for (int t = 0; t < L::TILES; t++) {
+    line.sums[place][unit.part][t][lane] = make_float2(sum[t][0], sum[t][1]);
+    sum[t][0] = sum[t][1] = 0.f;
+  }
+  __threadfence_block();
+  __syncwarp();
+  const int before = __shfl_sync(ALL_LANES, lane == 0 ? atomicAdd(&line.count[place], 1) : 0, 0);
+  if (before + 1 < line.parts) return false;
+  __threadfence_block();
+#pragma unroll 1
+  for (int p = 0; p < line.parts; p++)
+#pragma unroll
+    for (int t = 0; t < L::TILES; t++) {
+      const float2 part = line.sums[place][p][t][lane];
+      sum[t][0] += part.x, sum[t][1] += part.y;
+    }
+  __syncwarp();
+  if (lane == 0) {
+    line.count[place] = 0;
+    __threadfence_block();
+    *turns = turn + 1;
+  }
+  return true;
 }
 
 template <class L>
@@ -75,7 +110,6 @@ template <class L> DEVICE void consume_drawn(const few_args &args, drawn_smem<L>
   const drawn_lane<L> lane;
   drawn_feed<L> feed(args, smem, lane, experts, first);
   float sum[L::TILES][2] = {};
-  if (!feed.at.down) feed.draw_ahead();
 #pragma unroll 1
   for (int i = -(L::STAGES - 1), stage = 0;; i++) { /* the first rounds only ask */
     if (i >= 0) cp_async_wait_group<L::STAGES - 2>();
@@ -92,6 +126,7 @@ template <class L> DEVICE void consume_drawn(const few_args &args, drawn_smem<L>
     multiply_drawn<L>(args, smem, lane, at, smem.stages[warp_id()][stage], sum);
     stage = stage == L::STAGES - 1 ? 0 : stage + 1;
     if (!at.last) continue;
+    if (!at.unit.down && smem.line.parts > 1 && !add_up_parts<L>(smem.line, at.unit, sum)) continue;
 #pragma unroll 1
     for (int t = 0; t < L::TILES; t++) { /* the same code: sums move up */
       if (at.unit.down)
@@ -123,7 +158,12 @@ template <class L> DEVICE void drawn_gemm(const few_args &args, drawn_smem<L> &s
     smem.y.cut(args.down.k, smem.own.count, min((int)args.up.rows_cap, (int)L::PAIRS), args.map.local_experts);
     smem.zeros[0] = make_uint4(0, 0, 0, 0);
   }
+  if (threadIdx.x < L::AWAITED) smem.line.count[threadIdx.x] = smem.line.turn[threadIdx.x] = 0;
+  if (threadIdx.x < L::TICKETS) smem.line.ticket[threadIdx.x].x = -1;
+  if (threadIdx.x == WARP_SIZE) smem.line.cut(args.up.k);
   wait_for_earlier_grids();
+  __syncthreads();
+  if (threadIdx.x == 0) draw_ticket<L>(args, smem, 0, true);
   check_token_count(args.map.tokens, args.map.fault);
   if (args.protocol.weights) choose_experts<L>(args.gate, smem);
   const int experts = build_few_table<L>(args, smem);

@@ -9,7 +9,7 @@
 /* Up to BN weight rows of an active expert, which has so many columns. */
 struct drawn_unit {
   int active, octet, columns; /* active < 0: none is left */
-  int down;                   /* 0, or one more than its part of k */
+  int down, part, number;     /* part: of k; number: of up, of the CTA's */
 };
 
 /* On its way to be multiplied. */
@@ -34,6 +34,15 @@ template <class L> struct drawn_lane {
   }
 };
 
+/* Units of up for the CTA, AT_ONCE of them. By one thread. */
+template <class L> DEVICE void draw_ticket(const few_args &args, drawn_smem<L> &smem, int draw, bool more)
+{
+  volatile int2 *known = smem.line.ticket + draw % L::TICKETS;
+  known->y = more ? (int)count_up(reinterpret_cast<uint32_t *>(args.protocol.tickets)) + 1 : 0x7fffffff / L::AT_ONCE;
+  __threadfence_block();
+  known->x = draw;
+}
+
 template <class L> struct drawn_feed {
   using W = typename L::W;
   static constexpr bool MX4 = same_type<W, mx4>;
@@ -50,11 +59,10 @@ template <class L> struct drawn_feed {
   const typename L::Y *row;                /* of the first column */
   int octets, behind;                      /* weight octets that are there; bytes from a tile's rows to the next one's */
   bool four, even;                         /* so many scales may be read at once */
-  uint32_t ticket;                         /* drawn ahead, less one */
   uint32_t routes;                         /* tokens whose routing the warp has to write, a bit each */
 
   DEVICE drawn_feed(const few_args &a, drawn_smem<L> &s, const drawn_lane<L> &l, int e, int octet)
-      : args(a), smem(s), lane(l), experts(e), first(octet), at{0, 0, 0, octet > s.own.first}, slice(0), slices(0), to(0),
+      : args(a), smem(s), lane(l), experts(e), first(octet), at{0, 0, 0, octet > s.own.first, 0, 0}, slice(0), slices(0), to(0),
         routes(0)
   {
   }
@@ -62,11 +70,6 @@ template <class L> struct drawn_feed {
   /* ---- units ---- */
 
   DEVICE int octets_of_down() const { return min(smem.own.first + smem.own.count - first, smem.y.octets); }
-
-  DEVICE void draw_ahead()
-  {
-    if (lane_id() == 0) ticket = count_up(reinterpret_cast<uint32_t *>(args.protocol.tickets));
-  }
 
   /* Octets of an expert's channels that a unit has. */
   DEVICE static int step(bool gated) { return gated ? L::TILES : 2 * L::TILES; }
@@ -78,18 +81,48 @@ template <class L> struct drawn_feed {
     at.down = 1, at.active = -1;
     if (item >= experts * tiles * parts) return;
     const int unit = item / parts;
-    at.down = 1 + item % parts, at.active = unit / tiles, at.octet = first + unit % tiles * step(false);
+    at.part = item % parts, at.active = unit / tiles, at.octet = first + unit % tiles * step(false);
+  }
+
+  /* The number of a draw, as soon as it is known: whoever takes the first item of one draws the next, or knows that
+   * there are none. */
+  DEVICE int take_ticket(int draw, bool first)
+  {
+    int value = 0;
+    if (lane_id() == 0) {
+      volatile int2 *known = smem.line.ticket + draw % L::TICKETS;
+      while (known->x != draw) __nanosleep(FEW_POLL);
+      __threadfence_block();
+      value = known->y;
+      if (first) draw_ticket<L>(args, smem, draw + 1, value < units());
+    }
+    return __shfl_sync(ALL_LANES, value, 0);
+  }
+
+  /* Draws that have units of up. */
+  DEVICE int units() const
+  {
+    const int tiles = ceil_div(args.up.n / 8, step(args.up.gated));
+    return ceil_div(experts * tiles, (int)L::AT_ONCE);
   }
 
   /* Of up as long as there are any. */
   DEVICE void draw()
   {
     if (at.down) return draw_down();
-    const int each = step(args.up.gated), tiles = ceil_div(args.up.n / 8, each),
-              item = (int)__shfl_sync(ALL_LANES, ticket, 0) + 1;
-    if (item < L::TOKENS) routes |= 1u << item;
-    if (item >= experts * tiles) return draw_down();
-    at.active = item / tiles, at.octet = item % tiles * each;
+    const int each = step(args.up.gated), tiles = ceil_div(args.up.n / 8, each), parts = smem.line.parts;
+    while (true) { /* the last draw may have a unit less */
+      const int item = __shfl_sync(ALL_LANES, lane_id() == 0 ? atomicAdd(&smem.line.items, 1) : 0, 0);
+      at.number = item / parts, at.part = item - at.number * parts;
+      const int draw = at.number / L::AT_ONCE, in_draw = at.number % L::AT_ONCE;
+      const bool first = at.part == 0 && in_draw == 0;
+      const int ticket = take_ticket(draw, first), unit = ticket * L::AT_ONCE + in_draw;
+      if (first && ticket < L::TOKENS && ticket < (int)gridDim.x) routes |= 1u << ticket;
+      if (ticket >= units()) return draw_down();
+      if (unit >= experts * tiles) continue;
+      at.active = unit / tiles, at.octet = unit % tiles * each;
+      return;
+    }
   }
 
   DEVICE const gemm_args &gemm() const { return at.down ? args.down : args.up; }
@@ -107,7 +140,8 @@ template <class L> struct drawn_feed {
     codes[1] = gated ? static_cast<const char *>(of.high) + first_code : codes[0] + (int64_t)8 * stride;
     behind = (gated ? 8 : 16) * stride;
     slice = 0, slices = ceil_div(g.k, L::BK), k = g.k;
-    if (at.down) slice = (at.down - 1) * smem.y.each, slices = min(slices, slice + smem.y.each);
+    const int part_slices = at.down ? smem.y.each : smem.line.each;
+    slice = at.part * part_slices, slices = min(slices, slice + part_slices);
     const uint2 columns = *reinterpret_cast<const uint2 *>(smem.table.column[at.active]);
     at.columns = 1 + ((int)columns.x >= 0) + ((columns.y & 0x8000) == 0) + ((int)columns.y >= 0);
     codes[0] += slice * (L::BK / 2), codes[1] += slice * (L::BK / 2);
@@ -223,7 +257,6 @@ template <class L> struct drawn_feed {
     newest.unit = at, newest.slice = slice, newest.last = slice == slices - 1;
     if (at.active >= 0) {
       copy(), load_scales(newest.scales);
-      if (!at.down && slice == max(slices - 2, 0)) draw_ahead(); /* not sooner: who has drawn a unit keeps it */
       slice++;
     }
     cp_async_commit_group();

@@ -16,6 +16,8 @@ template <class PRODUCT, int TOKENS_, int BN, int BK_, int STAGES_, int WARPS> s
   static constexpr int TOKENS = TOKENS_, PAIRS = FEW_PAIRS(TOKENS), COLUMNS = 4; /* upper and lower bytes of each */
   static constexpr int TILES = BN / 16, BK = BK_, STAGES = STAGES_, RUNS = BK / 128, VECTORS = BK / 8;
   static constexpr int SUMS = 4096; /* of down at a time */
+  /* Of up: parts of k of a unit; units that a CTA draws at once; draws that it knows; units whose parts are awaited. */
+  static constexpr int PARTS = 4, AT_ONCE = 2, TICKETS = 16, AWAITED = 12;
   static constexpr int THREADS = WARPS * WARP_SIZE, EPILOGUE = 0, WRITERS = WARPS; /* all write outputs */
   static_assert(BK == 256 && THREADS >= PAIRS && TOKENS <= 32 && SUMS >= PAIRS * 32, "drawn_feed.cuh");
 };
@@ -55,12 +57,28 @@ template <class L> struct drawn_y {
   }
 };
 
+/* Units of up that the CTA has, one after the other, and of those at hand what warps have of their parts. */
+template <class L> struct drawn_line {
+  int32_t items, parts, each;       /* taken by warps; parts of a unit, slices of a part */
+  int2 ticket[L::TICKETS];          /* which draw, and what was drawn */
+  int32_t count[L::AWAITED], turn[L::AWAITED]; /* parts that are there; units that had the place before */
+  float2 sums[L::AWAITED][L::PARTS][L::TILES][WARP_SIZE];
+
+  DEVICE void cut(int k)
+  {
+    const int slices = ceil_div(k, (int)L::BK);
+    each = slices >= L::PARTS ? ceil_div(slices, (int)L::PARTS) : slices;
+    parts = ceil_div(slices, each), items = 0;
+  }
+};
+
 template <class PRODUCT, int TOKENS, int BN, int BK, int STAGES, int WARPS>
 struct few_memory<drawn_layout<PRODUCT, TOKENS, BN, BK, STAGES, WARPS>> {
   using L = drawn_layout<PRODUCT, TOKENS, BN, BK, STAGES, WARPS>;
   drawn_stage<L> stages[WARPS][STAGES];
   float worth[WARPS][L::COLUMNS][L::RUNS];  /* of a multiple, in the slice at hand */
   drawn_y<L> y;
+  drawn_line<L> line;
   uint64_t weights_ready;                   /* the table's `weight` */
   few_range own;                            /* octets of down */
   int32_t drawn;                            /* units of down that warps have taken */
