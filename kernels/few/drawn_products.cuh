@@ -24,8 +24,7 @@ template <class Y> DEVICE float lift(uint4 &v, uint32_t &most)
 {
   constexpr uint32_t TINY = 127 - 111 << 7, UP = (127 + 64 << 7) * 0x10001;
   if (!same_type<Y, bf16> || !__any_sync(ALL_LANES, most - 1 < TINY - 1) || most >= TINY) return 1.f;
-  v = make_uint4(mul_pairs<bf16>(v.x, UP), mul_pairs<bf16>(v.y, UP), mul_pairs<bf16>(v.z, UP),
-                 mul_pairs<bf16>(v.w, UP));
+  v = make_uint4(mul_pairs<bf16>(v.x, UP), mul_pairs<bf16>(v.y, UP), mul_pairs<bf16>(v.z, UP), mul_pairs<bf16>(v.w, UP));
   most = mul_pairs<bf16>(most, UP) & 0xffff;
   return 0x1p-64f;
 }
@@ -69,8 +68,8 @@ DEVICE void arrange_columns(const gemm_args &g, const drawn_slice<L> &at, const 
  * l % 4 in those rows.
  */
 template <class L> struct drawn_reader {
-  uint32_t codes;                  /* where ldmatrix reads groups 0 and 1 of run 0 of tile 0 */
-  const unsigned char *even, *odd; /* elements of groups 0 and 1 of the slice */
+  uint32_t codes;                         /* where ldmatrix reads groups 0 and 1 of run 0 of tile 0 */
+  const unsigned char *even, *odd;        /* elements of groups 0 and 1 of the slice */
   bool there;
   const float *worth;
 
@@ -109,9 +108,9 @@ DEVICE float sum_of_bytes(int32_t upper, int32_t lower)
 DEVICE void multiply_codes(uint32_t low, uint32_t high, const uint2 &x, uint32_t eights, int32_t (&sum)[4])
 {
   constexpr uint32_t CODES = 0xf0f0f0f0;
-  mma_m16n8k32_s8(
-      sum, {(low << 4 ^ eights) & CODES, (high << 4 ^ eights) & CODES, (low ^ eights) & CODES, (high ^ eights) & CODES},
-      {x.x, x.y});
+  mma_m16n8k32_s8(sum, {(low << 4 ^ eights) & CODES, (high << 4 ^ eights) & CODES, (low ^ eights) & CODES,
+                        (high ^ eights) & CODES},
+                  {x.x, x.y});
 }
 
 template <class L>
@@ -148,85 +147,46 @@ DEVICE void multiply_slice(const drawn_reader<L> &from, uint32_t none, const uin
 
 /* ---- mx4: twice their values, of 32 k ---- */
 
-/* Some byte is 255, or 0. */
+/* Some byte is 255. */
 DEVICE bool has_nan(uint32_t scales)
 {
   return (~scales - 0x01010101 & scales & 0x80808080) != 0;
 }
-DEVICE bool has_least(uint32_t scales)
-{
-  return has_nan(~scales);
-}
 
-/* Of a byte that is neither. */
+/* Of a byte that is not 255. */
 DEVICE float scale_of_byte(uint32_t scales, int byte)
 {
-  return __uint_as_float(__byte_perm(scales, 0, 0x4440 | byte) * 0x800000u);
+  return __uint_as_float(max(__byte_perm(scales, 0, 0x0444 | byte << 12) >> 1, 0x00400000u));
 }
 
-/* What a lane has of a slice's scales, 127 where there is no row, or no k. */
-DEVICE uint32_t filled(uint32_t scales, bool there, int left)
+/* Scales that are NaN. */
+template <class L> DEVICE void add_nans(const uint32_t (&all)[L::TILES], float (&sum)[L::TILES][2])
 {
-  constexpr uint32_t ONES = 0x7f7f7f7f;
-  if (!there || left <= 0) return ONES;
-  return left >= 128 ? scales : scales | ONES << left / 32 * 8;
-}
-
-/* A group's sums, less MAGIC: those are the bits of a float's last 22, as which a product's sums begin. */
-constexpr float MAGIC = 0x1.8p23f;
-
-DEVICE float sum_of_magic(int32_t upper, int32_t lower)
-{
-  return fmaf(__uint_as_float((uint32_t)upper) - MAGIC, 256.f, __uint_as_float((uint32_t)lower) - MAGIC);
-}
-
-/* What scales of 2^-127 and NaN bring: besides zeros, and infinities. */
-template <class L>
-DEVICE void add_odd_scales(const drawn_reader<L> &from, const few_bytes<mx4> &bytes, const uint32_t (&all)[L::TILES],
-                           float (&sum)[L::TILES][2])
-{
-#pragma unroll 1
-  for (int i = 0; i < L::RUNS * 4; i++) {
-    const int run = i / 4, g = i % 4;
-    const uint2 x = from.load_elements(i);
 #pragma unroll
-    for (int t = 0; t < L::TILES; t++) {
-      uint32_t words[4];
-      int32_t part[4] = {};
-      from.load_words(t, run, g / 2, words);
-      bytes.multiply(g % 2 ? words[2] : words[0], g % 2 ? words[3] : words[1], x.x, x.y, part, part);
-#pragma unroll
-      for (int o = 0; o < 2; o++) {
-        const uint32_t scale = __shfl_sync(ALL_LANES, all[t], run * 16 + o * 8 + lane_id() / 4) >> g * 8 & 255;
-        if (scale == 0)
-          sum[t][o] = fmaf(sum_of_bytes(part[2 * o], part[2 * o + 1]) * from.worth[run], 0x1p-127f, sum[t][o]);
-        if (scale == 255) sum[t][o] = __uint_as_float(0x7fc00000u);
-      }
-    }
+  for (int i = 0; i < L::TILES * L::RUNS * 2; i++) {
+    const int t = i / L::RUNS / 2, o = i % 2;
+    const uint32_t scales = __shfl_sync(ALL_LANES, all[t], i / 2 % L::RUNS * 16 + o * 8 + lane_id() / 4);
+    if (has_nan(scales)) sum[t][o] = __uint_as_float(0x7fc00000u);
   }
 }
 
 template <class L>
-DEVICE void multiply_slice_mx4(const drawn_reader<L> &from, const uint4 *zeros, const drawn_slice<L> &at, int k,
+DEVICE void multiply_slice_mx4(const drawn_reader<L> &from, const uint4 *zeros, const uint32_t (&scales)[L::TILES][2],
                                float (&sum)[L::TILES][2])
 {
   const few_bytes<mx4> bytes(zeros);
-  const int lane = lane_id(), left = k - at.slice * L::BK - lane / 16 * 128;
   uint32_t all[L::TILES];
-  bool odd = false;
+  bool nan = false;
 #pragma unroll
-  for (int t = 0; t < L::TILES; t++) {
-    all[t] = filled(at.scales[t][0] | at.scales[t][1] << 16, 2 * t + lane / 8 % 2 < at.unit.octets, left);
-    odd |= has_nan(all[t]) || has_least(all[t]);
-  }
-#pragma unroll 1
+  for (int t = 0; t < L::TILES; t++) all[t] = scales[t][0] | scales[t][1] << 16, nan |= has_nan(all[t]);
+#pragma unroll
   for (int run = 0; run < L::RUNS; run++) {
     const float worth = from.worth[run];
     float run_sum[L::TILES][2] = {};
     uint32_t own[L::TILES][2];
 #pragma unroll
     for (int i = 0; i < L::TILES * 2; i++)
-      own[i / 2][i % 2] = __shfl_sync(ALL_LANES, all[i / 2], run * 16 + i % 2 * 8 + lane / 4);
+      own[i / 2][i % 2] = __shfl_sync(ALL_LANES, all[i / 2], run * 16 + i % 2 * 8 + lane_id() / 4);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const uint2 x[2] = {from.load_elements(run * 4 + half * 2), from.load_elements(run * 4 + half * 2 + 1)};
@@ -236,20 +196,19 @@ DEVICE void multiply_slice_mx4(const drawn_reader<L> &from, const uint4 *zeros, 
         from.load_words(t, run, half, words);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-          const int32_t none = (int32_t)__float_as_uint(MAGIC);
-          int32_t part[4] = {none, none, none, none};
+          int32_t part[4] = {};
           bytes.multiply(words[2 * i], words[2 * i + 1], x[i].x, x[i].y, part, part);
 #pragma unroll
           for (int o = 0; o < 2; o++)
-            run_sum[t][o] =
-                fmaf(sum_of_magic(part[2 * o], part[2 * o + 1]), scale_of_byte(own[t][o], half * 2 + i), run_sum[t][o]);
+            run_sum[t][o] = fmaf(sum_of_bytes(part[2 * o], part[2 * o + 1]), scale_of_byte(own[t][o], half * 2 + i),
+                                 run_sum[t][o]);
         }
       }
     }
 #pragma unroll
     for (int i = 0; i < L::TILES * 2; i++) sum[i / 2][i % 2] = fmaf(run_sum[i / 2][i % 2], worth, sum[i / 2][i % 2]);
   }
-  if (__any_sync(ALL_LANES, odd)) add_odd_scales<L>(from, bytes, all, sum);
+  if (__any_sync(ALL_LANES, nan)) add_nans<L>(all, sum);
 }
 
 #endif
