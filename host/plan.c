@@ -227,10 +227,12 @@ static bool dealt_pays(const layer *l, const op_shape *up)
   return (double)up->tokens < limit(l, LIMIT_few_many) || (double)expected_rows(up) <= limit(l, LIMIT_few_many_rows);
 }
 
-/* A launch instead of a chain of seven. */
+/* Two launches instead of seven, and weights at their full rate; but rows come into fixed point with every unit. */
 static bool drawn_pays(const layer *l, const op_shape *up)
 {
-  return (double)up->tokens <= limit(l, LIMIT_few_drawn) && l->d->inter >= limit(l, LIMIT_few_inter);
+  const double most = limit(l, up->format == FORMAT_mx4 ? LIMIT_few_drawn_e2m1 : LIMIT_few_drawn);
+  if ((double)up->tokens > most || limit(l, LIMIT_few_drawn) == 0) return false;
+  return l->d->inter >= limit(l, LIMIT_few_inter) && (double)expected_rows(up) <= limit(l, LIMIT_few_drawn_rows);
 }
 
 static op_shape few_up_shape(const layer *l)

@@ -56,8 +56,7 @@ DEVICE void finish_drawn(const few_args &args, drawn_smem<P> &smem, const drawn_
 
 /* A warp's part of a unit of up. Whether it was the last one that was missing: then `sum` is the unit's, else zeros. A
  * place is had by one unit after the other; whoever waits for it waits for warps that wait for earlier ones alone. */
-template <class L>
-DEVICE bool add_up_parts(drawn_line<L> &line, const drawn_unit &unit, float (&sum)[L::TILES][2])
+template <class L> DEVICE bool add_up_parts(drawn_line<L> &line, const drawn_unit &unit, float (&sum)[L::TILES][2])
 {
   const int place = unit.number % L::AWAITED, turn = unit.number / L::AWAITED, lane = lane_id();
   volatile int32_t *turns = line.turn + place;
@@ -90,8 +89,8 @@ DEVICE bool add_up_parts(drawn_line<L> &line, const drawn_unit &unit, float (&su
 }
 
 template <class L>
-DEVICE void multiply_drawn(const few_args &args, drawn_smem<L> &smem, const drawn_lane<L> &lane, const drawn_slice<L> &at,
-                           drawn_stage<L> &stage, float (&sum)[L::TILES][2])
+DEVICE void multiply_drawn(const few_args &args, drawn_smem<L> &smem, const drawn_lane<L> &lane,
+                           const drawn_slice<L> &at, drawn_stage<L> &stage, float (&sum)[L::TILES][2])
 {
   const gemm_args &g = at.unit.down ? args.down : args.up;
   float(&worth)[L::COLUMNS][L::RUNS] = smem.worth[warp_id()];

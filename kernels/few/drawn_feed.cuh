@@ -16,13 +16,15 @@ struct drawn_unit {
 template <class L> struct drawn_slice {
   drawn_unit unit;
   int slice, last; /* last: of the unit */
-  uint32_t scales[L::TILES][2]; /* of row l % 16 of a tile and run l / 16, as they lie: u4 one, of mx4 four, of which two
+  uint32_t scales[L::TILES]
+                 [2]; /* of row l % 16 of a tile and run l / 16, as they lie: u4 one, of mx4 four, of which two
                                    may be apart */
 };
 
 /* Where a lane's things lie in a stage, in bytes: what would be worked out anew with every slice is held. */
 template <class L> struct drawn_lane {
-  uint32_t copied, codes, elements; /* the vector of codes that it copies; where ldmatrix reads; its elements of a group */
+  uint32_t copied, codes,
+      elements; /* the vector of codes that it copies; where ldmatrix reads; its elements of a group */
 
   DEVICE drawn_lane()
   {
@@ -53,17 +55,17 @@ template <class L> struct drawn_feed {
   const int experts, first; /* the first octet of down whose y is made */
   drawn_slice<L> ahead[L::STAGES - 1];
   drawn_unit at;
-  int slice, slices, k, to;                /* of the unit: the next; all of them; all of its k. The next stage */
-  int shift, step_of_scales;               /* of k to its block, of 2^shift; bytes from one to the next */
-  const char *codes[2], *scale[L::TILES];  /* of row l / 4 of octets 0 and 1 of a slice; of row l % 16 of a tile */
-  const typename L::Y *row;                /* of the first column */
-  int octets, behind;                      /* weight octets that are there; bytes from a tile's rows to the next one's */
-  bool four, even;                         /* so many scales may be read at once */
-  uint32_t routes;                         /* tokens whose routing the warp has to write, a bit each */
+  int slice, slices, k, to;               /* of the unit: the next; all of them; all of its k. The next stage */
+  int shift, step_of_scales;              /* of k to its block, of 2^shift; bytes from one to the next */
+  const char *codes[2], *scale[L::TILES]; /* of row l / 4 of octets 0 and 1 of a slice; of row l % 16 of a tile */
+  const typename L::Y *row;               /* of the first column */
+  int octets, behind;                     /* weight octets that are there; bytes from a tile's rows to the next one's */
+  bool four, even;                        /* so many scales may be read at once */
+  uint32_t routes;                        /* tokens whose routing the warp has to write, a bit each */
 
   DEVICE drawn_feed(const few_args &a, drawn_smem<L> &s, const drawn_lane<L> &l, int e, int octet)
-      : args(a), smem(s), lane(l), experts(e), first(octet), at{0, 0, 0, octet > s.own.first, 0, 0}, slice(0), slices(0), to(0),
-        routes(0)
+      : args(a), smem(s), lane(l), experts(e), first(octet), at{0, 0, 0, octet > s.own.first, 0, 0}, slice(0),
+        slices(0), to(0), routes(0)
   {
   }
 
@@ -132,8 +134,7 @@ template <class L> struct drawn_feed {
     const gemm_args &g = gemm();
     const bool gated = !at.down && g.gated;
     const few_halves of = at.down ? few_halves{smem.table.down[at.active], nullptr} : smem.table.weights[at.active];
-    const int stride = (int)(g.b.n_stride / 2), l = lane_id(),
-              end = at.down ? first + octets_of_down() : g.n / 8;
+    const int stride = (int)(g.b.n_stride / 2), l = lane_id(), end = at.down ? first + octets_of_down() : g.n / 8;
     const int64_t first_code = (int64_t)(at.octet * 8 + l / 4) * stride + l % 4 * 16;
     octets = min(end - at.octet, step(gated)) * (gated ? 2 : 1);
     codes[0] = static_cast<const char *>(of.low) + first_code;
@@ -201,7 +202,10 @@ template <class L> struct drawn_feed {
   }
 
   /* Rows have the scale where their codes are, or none. */
-  DEVICE bool has_scale(int tile) const { return 2 * tile + lane_id() / 8 % 2 < octets; }
+  DEVICE bool has_scale(int tile) const
+  {
+    return 2 * tile + lane_id() / 8 % 2 < octets;
+  }
 
   template <int SIZE> DEVICE void load_blocks(int64_t step, bool there, uint32_t (&to)[L::TILES][2]) const
   {
@@ -238,8 +242,7 @@ template <class L> struct drawn_feed {
         load_blocks<2>(at_block, left > 0, to);
     } else {
 #pragma unroll
-      for (int t = 0; t < L::TILES; t++)
-        load_four(scale[t] + at_block, has_scale(t) ? min(left / 32, 4) : 0, to[t]);
+      for (int t = 0; t < L::TILES; t++) load_four(scale[t] + at_block, has_scale(t) ? min(left / 32, 4) : 0, to[t]);
     }
   }
 

@@ -50,7 +50,8 @@ template <class L> struct drawn_y {
   DEVICE void cut(int k, int own, int pairs, int experts)
   {
     octets = pairs * 64 <= (int)L::SUMS ? 8 : 4, part = pairs * octets * 8;
-    const int slices = ceil_div(k, (int)L::BK), units = min(pairs, experts) * ceil_div(max(min(own, octets), 1), 2 * L::TILES),
+    const int slices = ceil_div(k, (int)L::BK),
+              units = min(pairs, experts) * ceil_div(max(min(own, octets), 1), 2 * L::TILES),
               most = max(min(slices / 3, (int)L::SUMS / part), 1);
     each = ceil_div(slices, min(ceil_div(2 * L::THREADS / WARP_SIZE, units), most));
     parts = ceil_div(slices, each);
@@ -59,8 +60,8 @@ template <class L> struct drawn_y {
 
 /* Units of up that the CTA has, one after the other, and of those at hand what warps have of their parts. */
 template <class L> struct drawn_line {
-  int32_t items, parts, each;       /* taken by warps; parts of a unit, slices of a part */
-  int2 ticket[L::TICKETS];          /* which draw, and what was drawn */
+  int32_t items, parts, each;                  /* taken by warps; parts of a unit, slices of a part */
+  int2 ticket[L::TICKETS];                     /* which draw, and what was drawn */
   int32_t count[L::AWAITED], turn[L::AWAITED]; /* parts that are there; units that had the place before */
   float2 sums[L::AWAITED][L::PARTS][L::TILES][WARP_SIZE];
 
@@ -76,12 +77,12 @@ template <class PRODUCT, int TOKENS, int BN, int BK, int STAGES, int WARPS>
 struct few_memory<drawn_layout<PRODUCT, TOKENS, BN, BK, STAGES, WARPS>> {
   using L = drawn_layout<PRODUCT, TOKENS, BN, BK, STAGES, WARPS>;
   drawn_stage<L> stages[WARPS][STAGES];
-  float worth[WARPS][L::COLUMNS][L::RUNS];  /* of a multiple, in the slice at hand */
+  float worth[WARPS][L::COLUMNS][L::RUNS]; /* of a multiple, in the slice at hand */
   drawn_y<L> y;
   drawn_line<L> line;
-  uint64_t weights_ready;                   /* the table's `weight` */
-  few_range own;                            /* octets of down */
-  int32_t drawn;                            /* units of down that warps have taken */
+  uint64_t weights_ready; /* the table's `weight` */
+  few_range own;          /* octets of down */
+  int32_t drawn;          /* units of down that warps have taken */
   few_table<L::PAIRS> table;
   gate_scratch scratch[WARPS];
   uint4 zeros[1];

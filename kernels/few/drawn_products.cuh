@@ -24,7 +24,8 @@ template <class Y> DEVICE float lift(uint4 &v, uint32_t &most)
 {
   constexpr uint32_t TINY = 127 - 111 << 7, UP = (127 + 64 << 7) * 0x10001;
   if (!same_type<Y, bf16> || !__any_sync(ALL_LANES, most - 1 < TINY - 1) || most >= TINY) return 1.f;
-  v = make_uint4(mul_pairs<bf16>(v.x, UP), mul_pairs<bf16>(v.y, UP), mul_pairs<bf16>(v.z, UP), mul_pairs<bf16>(v.w, UP));
+  v = make_uint4(mul_pairs<bf16>(v.x, UP), mul_pairs<bf16>(v.y, UP), mul_pairs<bf16>(v.z, UP),
+                 mul_pairs<bf16>(v.w, UP));
   most = mul_pairs<bf16>(most, UP) & 0xffff;
   return 0x1p-64f;
 }
@@ -68,8 +69,8 @@ DEVICE void arrange_columns(const gemm_args &g, const drawn_slice<L> &at, const 
  * l % 4 in those rows.
  */
 template <class L> struct drawn_reader {
-  uint32_t codes;                         /* where ldmatrix reads groups 0 and 1 of run 0 of tile 0 */
-  const unsigned char *even, *odd;        /* elements of groups 0 and 1 of the slice */
+  uint32_t codes;                  /* where ldmatrix reads groups 0 and 1 of run 0 of tile 0 */
+  const unsigned char *even, *odd; /* elements of groups 0 and 1 of the slice */
   bool there;
   const float *worth;
 
@@ -108,9 +109,9 @@ DEVICE float sum_of_bytes(int32_t upper, int32_t lower)
 DEVICE void multiply_codes(uint32_t low, uint32_t high, const uint2 &x, uint32_t eights, int32_t (&sum)[4])
 {
   constexpr uint32_t CODES = 0xf0f0f0f0;
-  mma_m16n8k32_s8(sum, {(low << 4 ^ eights) & CODES, (high << 4 ^ eights) & CODES, (low ^ eights) & CODES,
-                        (high ^ eights) & CODES},
-                  {x.x, x.y});
+  mma_m16n8k32_s8(
+      sum, {(low << 4 ^ eights) & CODES, (high << 4 ^ eights) & CODES, (low ^ eights) & CODES, (high ^ eights) & CODES},
+      {x.x, x.y});
 }
 
 template <class L>
@@ -200,8 +201,8 @@ DEVICE void multiply_slice_mx4(const drawn_reader<L> &from, const uint4 *zeros, 
           bytes.multiply(words[2 * i], words[2 * i + 1], x[i].x, x[i].y, part, part);
 #pragma unroll
           for (int o = 0; o < 2; o++)
-            run_sum[t][o] = fmaf(sum_of_bytes(part[2 * o], part[2 * o + 1]), scale_of_byte(own[t][o], half * 2 + i),
-                                 run_sum[t][o]);
+            run_sum[t][o] =
+                fmaf(sum_of_bytes(part[2 * o], part[2 * o + 1]), scale_of_byte(own[t][o], half * 2 + i), run_sum[t][o]);
         }
       }
     }

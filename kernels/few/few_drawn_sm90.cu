@@ -8,6 +8,6 @@
       VARIANT_NAME(op, arch, form, X, W, Y, SCALE, MAJOR, BM, BN, BK)(const __grid_constant__ few_args args)           \
   {                                                                                                                    \
     using factors = of_major<product<X, W, Y, SCALE_##SCALE, operation_up>, MAJOR_##MAJOR>;                            \
-    KERNEL_BODY(SMEM, drawn, drawn_layout<factors, BM, BN, BK, STAGES, WARPS>)                                             \
+    KERNEL_BODY(SMEM, drawn, drawn_layout<factors, BM, BN, BK, STAGES, WARPS>)                                         \
   }
 #include "variants.def"
