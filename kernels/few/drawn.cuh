@@ -1,17 +1,19 @@
 /*
  * drawn: the experts of several tokens, weights of 4 bits: few.cuh's one grid, another way.
  *
- *   drawn_layout.cuh   shapes, shared memory          drawn_products.cuh   products
+ *   drawn_layout.cuh   shapes, shared memory            drawn_products.cuh   columns in fixed point, products
  *   drawn_feed.cuh     units; what is asked for ahead
  *
- * Of weights of 4 bits an SM wants more of its instructions than of its copies, so no warp does anything but multiply,
- * and nothing is handed from one to another: a warp has whole units, 16 weight rows by all of k, finishes them itself,
- * and draws the next one, all of up's before the CTA's own of down. It copies its own slices, and with each the columns
- * of its expert's tokens, as they lie in memory; h is all ones until it is written, and is read again until it is.
- * What a warp waits for is always in the hands of one that drew it before.
+ * Of weights of 4 bits an SM wants more of its instructions than of its copies, so all warps multiply. A unit is 32
+ * weight rows of an expert, 16 gate and the same 16 up channels or 32 channels, by all of k; a part of its k is a
+ * warp's, who copies its own slices. CTAs draw units of up, two at a time, from one counter; of down each has its own
+ * channels. Whose part of a unit of up is the last adds the parts up; those of down are added up where outputs are
+ * made. h is all ones until it is written, and is read again until it is. What a warp waits for is always in the hands
+ * of one that drew it before.
  *
- * Codes become what activations are, in registers. An active expert stands for up to four pairs: of more the weights
- * are read again.
+ * With each slice come the columns of its expert's tokens, up to four, as they lie in memory; the warp brings them into
+ * fixed point in their place (device/fixed_point.cuh), as they are of use to no other. Their upper and lower bytes are
+ * the mma's eight columns, so a lane has both sums of a token. An expert with more pairs is there again (table.cuh).
  */
 #ifndef CUMOE_DRAWN_CUH
 #define CUMOE_DRAWN_CUH
