@@ -63,13 +63,19 @@ bool takes_rows_in_order(const variant *v)
   return v->form == FORM_wgmma && format_bits((weight_format)v->format) == 4;
 }
 
+/* Of u4 without zero points, a scale for 128 k or more. */
+static bool takes_whole_runs(const variant *v)
+{
+  return v->format == FORMAT_u4 && (v->form == FORM_fixed || v->form == FORM_drawn);
+}
+
 /* How long a run of k with one scale has to be for a row. */
 static int32_t scale_run_of(const variant *v)
 {
   if (!format_is_scaled((weight_format)v->format)) return 0;
   if (v->scale == SCALE_out) return ROWS_ONE_GROUP;
   if (v->format == FORMAT_nv4 || v->arch == ARCH_any) return 16;
-  if (v->form == FORM_fixed && v->format == FORMAT_u4) return 128;
+  if (takes_whole_runs(v)) return 128;
   return format_bits((weight_format)v->format) == 4 ? 32 : 128;
 }
 
@@ -78,9 +84,9 @@ static int32_t scale_run_of(const variant *v)
 static bool takes_scales(const variant *v, const op_shape *s)
 {
   if (s->scale_run < scale_run_of(v)) return false;
-  if (v->format != FORMAT_u4 || (v->form != FORM_mixed && v->form != FORM_wgmma && v->form != FORM_fixed)) return true;
+  if (v->format != FORMAT_u4 || (v->form != FORM_mixed && v->form != FORM_wgmma && !takes_whole_runs(v))) return true;
   if (s->scale_block & (s->scale_block - 1)) return false;
-  if (v->form == FORM_fixed) return s->symmetric;
+  if (takes_whole_runs(v)) return s->symmetric;
   return v->form == FORM_wgmma ? s->scale_type == v->x : s->scale_type != DT_F32 || s->scale_run >= 64;
 }
 
@@ -98,6 +104,12 @@ static bool fits_dealt(const variant *v, const op_shape *s)
 {
   if (!s->in_one || !s->tmap || s->tokens > v->bm || s->rows > FEW_PAIRS(v->bm)) return false;
   return (s->rows + s->experts) * ceil_div(s->k, FEW_PART_K) * s->n / 8 <= INT32_MAX / 2;
+}
+
+/* drawn multiplies rows as they are, and has one grid for up and down. */
+static bool fits_drawn(const variant *v, const op_shape *s)
+{
+  return s->in_one && !s->by_expert && s->tokens <= v->bm && s->rows <= FEW_PAIRS(v->bm);
 }
 
 /* Of queries, each with as many rows as heads share keys. */
@@ -164,6 +176,7 @@ static bool serves(const variant *v, const op_shape *s)
   if (v->form == FORM_codes) return s->k == v->columns || s->k == ROWS_ONE_GROUP;
   if (v->form == FORM_flat || v->form == FORM_gelu) return (v->form == FORM_gelu) == (s->n == EW_GELU);
   if (v->form == FORM_dealt) return fits_dealt(v, s);
+  if (v->form == FORM_drawn) return fits_drawn(v, s);
   if (v->op == OP_few_up || v->op == OP_few_down) return fits_few(v, s);
   if (s->gathered && takes_rows_in_order(v)) return false;
   return !takes_tensor_maps(v) || s->tmap;
@@ -345,7 +358,7 @@ static int64_t grid_combine(const machine *m, const variant *v, const op_shape *
 
 static int64_t grid_few_up(const machine *m, const variant *v, const op_shape *s)
 {
-  if (v->form == FORM_dealt) return resident(m, v);
+  if (v->form == FORM_dealt || v->form == FORM_drawn) return resident(m, v);
   return min64(s->rows * ceil_div(s->n, v->bn), resident(m, v));
 }
 

@@ -235,6 +235,14 @@ static bool dealt_pays(const layer *l, const op_shape *up)
   return (double)up->tokens < limit(l, LIMIT_few_many) || (double)expected_rows(up) <= limit(l, LIMIT_few_many_rows);
 }
 
+/* Two launches instead of seven, and weights at their full rate; but rows come into fixed point with every unit. */
+static bool drawn_pays(const layer *l, const op_shape *up)
+{
+  const double most = limit(l, up->format == FORMAT_mx4 ? LIMIT_few_drawn_e2m1 : LIMIT_few_drawn);
+  if ((double)up->tokens > most || limit(l, LIMIT_few_drawn) == 0) return false;
+  return l->d->inter >= limit(l, LIMIT_few_inter) && (double)expected_rows(up) <= limit(l, LIMIT_few_drawn_rows);
+}
+
 static op_shape few_up_shape(const layer *l)
 {
   const cumoe_moe_desc *d = l->d;
@@ -242,13 +250,19 @@ static op_shape few_up_shape(const layer *l)
   s.tmap = l->c->up.tmap && l->c->down.tmap;
   s.in_one = !l->c->filled && !is_forced(l, OP_few_down) && l->c->up.major == l->c->down.major &&
              class_of(&d->up_format, d->dtype) == class_of(&d->down_format, d->dtype) &&
-             (is_forced(l, OP_few_up) || dealt_pays(l, &s));
+             (is_forced(l, OP_few_up) || (format_is_scaled(s.format) ? drawn_pays(l, &s) : dealt_pays(l, &s)));
   return s;
 }
 
 static bool is_dealt(int32_t row)
 {
   return row >= 0 && variants[row].form == FORM_dealt;
+}
+
+/* In one grid, whatever down's row would be. */
+static bool does_both(int32_t row)
+{
+  return is_dealt(row) || (row >= 0 && variants[row].form == FORM_drawn);
 }
 
 /* Rows for both serve, no row of what they stand for is forced, and it pays, or one of theirs is forced. */
@@ -260,11 +274,11 @@ static bool wants_few(const layer *l)
   if (is_invariant(l->d)) return false;
   const op_shape up = few_up_shape(l), down = gemm_shape(l, OP_few_down, &l->c->down, false);
   const int32_t row = choose(l->m, &up);
-  if (row < 0 || (!is_dealt(row) && choose(l->m, &down) < 0)) return false;
+  if (row < 0 || (!does_both(row) && choose(l->m, &down) < 0)) return false;
   if (is_forced(l, OP_few_up) || is_forced(l, OP_few_down)) return true;
   for (size_t i = 0; i < sizeof replaced / sizeof *replaced; ++i)
     if (is_forced(l, replaced[i])) return false;
-  return is_dealt(row) || few_pays(l, &up, &down);
+  return does_both(row) || few_pays(l, &up, &down);
 }
 
 /* What few_up does of gates: GATE_IN_FEW_UP. */
@@ -293,7 +307,7 @@ static void widen_router(const layer *l, layer_plan *p)
 static void add_few(const layer *l, layer_plan *p)
 {
   const op_shape up = few_up_shape(l), down = gemm_shape(l, OP_few_down, &l->c->down, false);
-  p->few_in_one = is_dealt(choose(l->m, &up)) || (!is_forced(l, OP_few_down) && few_alike(l, &up, &down));
+  p->few_in_one = does_both(choose(l->m, &up)) || (!is_forced(l, OP_few_down) && few_alike(l, &up, &down));
   p->few_fills = p->few_in_one && !l->c->has_router && !l->c->filled;
   p->few_gates = p->few_in_one && !l->c->has_ids && !l->c->filled && !is_forced(l, OP_gate) && few_can_gate(l);
   add(l, p, STAGE_few_up, &up);

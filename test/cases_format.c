@@ -648,7 +648,8 @@ static bool may_serve(const cumoe_variant_info *row, const cumoe_format *f, int3
   if (!has_class(row, e2m1 ? "mx4" : class_of_format(f))) return false;
   if (!strncmp(row->op, "few", 3) && own) return false;
   if (!strcmp(row->form, "wgmma") && has_class(row, "u4") && f->scale != dtype) return false;
-  if (!strcmp(row->form, "fixed") && !fixed && !mx4) return false;
+  const bool whole = has_class(row, "u4") && (!strcmp(row->form, "fixed") || !strcmp(row->form, "drawn"));
+  if (whole && !fixed) return false;
   if (row->x == CUMOE_F16 || row->x == CUMOE_BF16) return !becomes && row->x == dtype;
   return becomes && row->x == codes && (row->y == 0 || row->y == dtype || row->y == CUMOE_F32);
 }

@@ -251,14 +251,16 @@ static bool row_can(const variant *v, const gpu *g, const op_shape *s)
   if (few && s->by_expert) return false;
   if (few && s->rows_mode != ROWS_AS_THEY_ARE && s->rows_mode != ROWS_GROUP) return false;
   const bool scaled = v->format > (int8_t)DENSE_FORMATS;
-  const int32_t run = v->scale == SCALE_out                             ? 1 << 30
-                      : !scaled                                         ? 0
-                      : v->arch == ARCH_any || v->format == FORMAT_nv4  ? 16
-                      : v->form == FORM_fixed && v->format == FORMAT_u4 ? 128
-                      : v->w == DT_U8                                   ? 32
-                                                                        : 128;
-  if (v->form == FORM_fixed && v->format == FORMAT_u4 && !s->symmetric) return false;
-  if (v->format == FORMAT_u4 && (v->form == FORM_mixed || v->form == FORM_wgmma || v->form == FORM_fixed)) {
+  const bool whole = v->format == FORMAT_u4 && (v->form == FORM_fixed || v->form == FORM_drawn);
+  if (v->form == FORM_drawn && !s->in_one) return false;
+  const int32_t run = v->scale == SCALE_out                            ? 1 << 30
+                      : !scaled                                        ? 0
+                      : v->arch == ARCH_any || v->format == FORMAT_nv4 ? 16
+                      : whole                                          ? 128
+                      : v->w == DT_U8                                  ? 32
+                                                                       : 128;
+  if (whole && !s->symmetric) return false;
+  if (v->format == FORMAT_u4 && (v->form == FORM_mixed || v->form == FORM_wgmma || whole)) {
     int32_t block = s->scale_block;
     while (block && block % 2 == 0) block /= 2;
     if (block > 1) return false;
@@ -510,7 +512,7 @@ static void check_gemm_grid(rng *r, const gpu *g, const variant *v, const op_sha
  * SMs. */
 static wide simple_grid(const variant *v, const op_shape *s)
 {
-  if (v->form == FORM_dealt) return HOPPER_SMS * v->ctas;
+  if (v->form == FORM_dealt || v->form == FORM_drawn) return HOPPER_SMS * v->ctas;
   if (s->op == OP_few_up || s->op == OP_few_down)
     return smaller((s->op == OP_few_up ? s->rows : 1) * (int64_t)wide_ceil(s->n, v->bn), HOPPER_SMS);
   if (s->op == OP_quantize || s->op == OP_quantize_masked)
@@ -1515,6 +1517,54 @@ static void test_layer_cases(void)
   group_end();
 }
 
+/* Weights of 4 bits by the form drawn: tokens, rows an expert, and which formats. */
+static void test_drawn_plans(void)
+{
+  enum { INT4, INT4_OF_32, MXFP4, NVFP4 };
+  static const struct {
+    int format;
+    layer_case layer;
+    bool drawn;
+  } cases[] = {
+      {INT4, {2, 8, 2048, 768, 128, DT_BF16, 0, 0, 0}, true},
+      {INT4, {16, 8, 2048, 768, 128, DT_F16, 0, 0, 0}, true},
+      {INT4, {17, 8, 2048, 768, 128, DT_BF16, 0, 0, 0}, false},
+      {INT4, {8, 2, 4096, 14336, 8, DT_BF16, 0, 0, 0}, true},
+      {INT4, {9, 2, 4096, 14336, 8, DT_BF16, 0, 0, 0}, false},
+      {INT4, {1, 8, 2048, 768, 128, DT_BF16, 0, 0, 0}, false},
+      {INT4_OF_32, {2, 8, 2048, 768, 128, DT_BF16, 0, 0, 0}, false},
+      {MXFP4, {4, 8, 7168, 2048, 256, DT_BF16, 0, 0, 0}, true},
+      {MXFP4, {5, 8, 7168, 2048, 256, DT_BF16, 0, 0, 0}, false},
+      {NVFP4, {2, 8, 2048, 768, 128, DT_BF16, 0, 0, 0}, false},
+  };
+  const machine m = gpu_machine(&hopper);
+  if (!group_begin("which weights of 4 bits are drawn")) return;
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    const layer_case *l = &cases[i].layer;
+    const cumoe_format formats[] = {cumoe_format_int4(128, CUMOE_BF16), cumoe_format_int4(32, CUMOE_BF16),
+                                    cumoe_format_mxfp4(), cumoe_format_nvfp4(CUMOE_GLOBAL_TIMES)};
+    const cumoe_moe_desc given = {.size = sizeof given,
+                                  .num_experts = l->experts,
+                                  .hidden = l->hidden,
+                                  .inter = l->inter,
+                                  .dtype = l->dtype,
+                                  .up_format = formats[cases[i].format],
+                                  .down_format = formats[cases[i].format],
+                                  .routing = cumoe_routing_mixtral(l->top_k)};
+    cumoe_moe_desc d;
+    case_begin("format %d T %d H %d", cases[i].format, l->tokens, l->hidden);
+    CHECK_OK(check_moe_desc(&given, &d));
+    const layer_call c = call_for(&d, l->tokens, l->bits);
+    const layer_plan p = plan_layer(&m, &d, &c);
+    const int32_t row = p.steps[STAGE_few_up].row;
+    if (row >= 0) chosen[row] = true;
+    CHECK((p.few && variants[row].form == FORM_drawn) == cases[i].drawn);
+    CHECK(!cases[i].drawn || (p.few_in_one && p.few_gates));
+    case_end();
+  }
+  group_end();
+}
+
 /* One of few's rows, forced, takes whatever both can serve; one of the stages' keeps few out; one of the gate keeps the
  * gate. */
 static void test_forced_plans(void)
@@ -1827,6 +1877,7 @@ int main(int argc, char **argv)
   test_backward_rows();
   test_random_plans(&r);
   if (gpus_have_sm90()) test_layer_cases();
+  if (gpus_have_sm90()) test_drawn_plans();
   if (gpus_have_sm90()) test_forced_plans();
   if (gpus_have_sm90()) test_few_gates();
   test_routers_of_any_batch();

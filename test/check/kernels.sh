@@ -104,8 +104,9 @@ quiet "the bugs that test/gpu.sh plants fit the kernels" bash test/gpu.sh fits
 
 # An instruction per 16 k (of codes times codes 32), 64-row block and token width; the widths are the multiples of 16 up
 # to the tile's, and each has a loop of its own (gemm/warpgroup_tile.cuh). The two consumers share the blocks of the
-# tile; an up tile has gate and up rows. The router has its tokens in the blocks, and one loop. few and dealt have
-# none; of fixed's, of bytes with weights in registers, nothing is expected, as they are of an opcode not looked for.
+# tile; an up tile has gate and up rows. The router has its tokens in the blocks, and one loop. few, dealt
+# and drawn have none; of fixed's, of bytes with weights in registers, nothing is expected, as they are of an opcode not
+# looked for.
 # mixed takes tokens by wgmma from 32 on, a slab of 128 k and 128 weight rows of a consumer at once (gemm/mixed.cuh);
 # of u4 it has loops for scales of the activations' type and for others.
 # wgmma of 4-bit weights has no loop for 48 and for 16 tokens (gemm/packed_tile.cuh), but in tiles of 64
@@ -114,7 +115,7 @@ quiet "the bugs that test/gpu.sh plants fit the kernels" bash test/gpu.sh fits
 # (kernels/backward/gradient.cuh).
 # wgmma of e4m3 also has a loop for a tile of one block of 64 tokens, of a piece, and one of two (gemm/token_tile.cuh).
 awk '$7 == "sm90" && NF == 11 && $8 == "mixed" { print $2, ($9 / 16 - 1) * 128 / 16 * 2 * ($2 ~ /_u4_/ ? 2 : 1) }
-  $7 == "sm90" && NF == 11 && $8 != "few" && $8 != "mixed" && $8 != "fixed" && $8 != "dealt" {
+  $7 == "sm90" && NF == 11 && $8 != "few" && $8 != "mixed" && $8 != "fixed" && $8 != "dealt" && $8 != "drawn" {
     k = $2 ~ /_(e4m3|s8)_(e4m3|s8)_/ ? 32 : 16
     blocks = $8 == "wgmma" && $2 ~ /_e4m3_e4m3_/ ? $9 / 64 : 0
     widths = $8 == "wgmma" && $2 ~ /_(mx4|nv4|u4)_/ && $9 > 64 ? $9 / 16 - 2 : $9 / 16

@@ -53,6 +53,7 @@ template <> struct with_maps<weight_gradient_args> {
 #define TAKES_fixed(op)  op##_takes
 #define TAKES_few(op)    op##_takes
 #define TAKES_dealt(op)  few_sm90_args
+#define TAKES_drawn(op)  op##_takes
 #define TAKES_dot(op)    op##_takes
 
 #define ROWS_ALL

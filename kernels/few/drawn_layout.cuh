@@ -1,0 +1,108 @@
+/* drawn: its shape, and what a CTA has in shared memory. */
+#ifndef CUMOE_DRAWN_LAYOUT_CUH
+#define CUMOE_DRAWN_LAYOUT_CUH
+
+#include "few/layout.cuh"
+
+/* A slice is BN weight rows by 256 k. A tile of 16 of them is an octet of gate and the same of up, or two octets. */
+template <class PRODUCT, int TOKENS_, int BN, int BK_, int STAGES_, int WARPS> struct drawn_layout {
+  using layout = drawn_layout;
+  using W = typename PRODUCT::W;
+  using Y = typename PRODUCT::Y; /* of x, h and y in memory */
+  using CODE = few_fixed_code<W, same_type<W, u4>>;
+  static_assert(same_type<typename PRODUCT::X, Y> && operand<W>::BITS == 4, "activations in fixed point");
+  static constexpr bool UP = true; /* the table has both */
+  static constexpr bool ANSWERS = false;
+  static constexpr int TOKENS = TOKENS_, PAIRS = FEW_PAIRS(TOKENS), COLUMNS = 4; /* upper and lower bytes of each */
+  static constexpr int TILES = BN / 16, BK = BK_, STAGES = STAGES_, RUNS = BK / 128, VECTORS = BK / 8;
+  static constexpr int SUMS = 4096; /* of down at a time */
+  /* Of up: parts of k of a unit; units that a CTA draws at once; draws that it knows; units whose parts are awaited. */
+  static constexpr int PARTS = 4, AT_ONCE = 2, TICKETS = 16, AWAITED = 12;
+  static constexpr int THREADS = WARPS * WARP_SIZE, EPILOGUE = 0, WRITERS = WARPS; /* all write outputs */
+  static_assert(BK == 256 && THREADS >= PAIRS && TOKENS <= 32 && SUMS >= PAIRS * 32, "drawn_feed.cuh");
+};
+
+template <class L> struct alignas(128) drawn_stage {
+  uint4 codes[L::TILES][2][L::RUNS][WARP_SIZE]; /* tile, octet, run of 128 k, vectors of 32 k: drawn_vector */
+  uint4 columns[L::COLUMNS][L::VECTORS];        /* eight elements: as they are in memory, then as they are multiplied */
+};
+
+/* y of the channels at hand, in sums of parts of k. */
+template <class L> struct drawn_y {
+  using Y = typename L::Y;
+  float sums[L::SUMS];
+  int32_t octets, each, parts; /* channels of a pair; slices of a part; parts of a unit */
+  int32_t part;                /* sums of a part of all units */
+
+  struct of_pair {
+    const drawn_y &y;
+    const float *first;
+    DEVICE Y operator[](int local) const
+    {
+      float sum = first[local];
+      for (int p = 1; p < y.parts; p++) sum += first[p * y.part + local];
+      return from_f32<Y>(sum);
+    }
+  };
+  DEVICE of_pair operator[](int pair) const { return {*this, sums + pair * octets * 8}; }
+
+  /* Parts of at least three slices, so that each warp has two units; they do not depend on which experts are active. */
+  DEVICE void cut(int k, int own, int pairs, int experts)
+  {
+    octets = pairs * 64 <= (int)L::SUMS ? 8 : 4, part = pairs * octets * 8;
+    const int slices = ceil_div(k, (int)L::BK),
+              units = min(pairs, experts) * ceil_div(max(min(own, octets), 1), 2 * L::TILES),
+              most = max(min(slices / 3, (int)L::SUMS / part), 1);
+    each = ceil_div(slices, min(ceil_div(2 * L::THREADS / WARP_SIZE, units), most));
+    parts = ceil_div(slices, each);
+  }
+};
+
+/* Units of up that the CTA has, one after the other, and of those at hand what warps have of their parts. */
+template <class L> struct drawn_line {
+  int32_t items, parts, each;                  /* taken by warps; parts of a unit, slices of a part */
+  int2 ticket[L::TICKETS];                     /* which draw, and what was drawn */
+  int32_t count[L::AWAITED], turn[L::AWAITED]; /* parts that are there; units that had the place before */
+  float2 sums[L::AWAITED][L::PARTS][L::TILES][WARP_SIZE];
+
+  DEVICE void cut(int k)
+  {
+    const int slices = ceil_div(k, (int)L::BK);
+    each = slices >= L::PARTS ? ceil_div(slices, (int)L::PARTS) : slices;
+    parts = ceil_div(slices, each), items = 0;
+  }
+};
+
+template <class PRODUCT, int TOKENS, int BN, int BK, int STAGES, int WARPS>
+struct few_memory<drawn_layout<PRODUCT, TOKENS, BN, BK, STAGES, WARPS>> {
+  using L = drawn_layout<PRODUCT, TOKENS, BN, BK, STAGES, WARPS>;
+  drawn_stage<L> stages[WARPS][STAGES];
+  float worth[WARPS][L::COLUMNS][L::RUNS]; /* of a multiple, in the slice at hand */
+  drawn_y<L> y;
+  drawn_line<L> line;
+  uint64_t weights_ready; /* the table's `weight` */
+  few_range own;          /* octets of down */
+  int32_t drawn;          /* units of down that warps have taken */
+  few_table<L::PAIRS> table;
+  gate_scratch scratch[WARPS];
+  uint4 zeros[1];
+};
+template <class S> using drawn_smem = few_memory<typename S::layout>;
+
+/* A vector of an octet's row: ldmatrix reads the same vector of eight rows. */
+DEVICE int drawn_vector(int row, int vector)
+{
+  return row * 4 + (vector ^ (row / 2 & 3));
+}
+/* A vector of a column: two columns are read at a time. */
+DEVICE int drawn_column_vector(int column, int vector)
+{
+  return vector ^ (column & 1) << 2;
+}
+
+/* One of the two products. */
+template <class LAYOUT, bool DOWN_> struct drawn_part : LAYOUT {
+  static constexpr bool DOWN = DOWN_, ACTIVATED = !DOWN;
+};
+
+#endif
