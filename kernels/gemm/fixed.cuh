@@ -29,9 +29,10 @@ struct fixed_shape : mixed_shape<PRODUCT, CLUSTER, BM, BN, BK, STAGES, WARPS> {
   static constexpr bool FIXED = true, ZEROS = false;
   static constexpr bool SCALED = true, SCALES_BY_COPY = false; /* of rows, a scale a slab */
   static constexpr int ZERO_OCTETS = 1;
-  static constexpr int SYNC_ROWS = 8; /* the most that mma.sync multiplies */
-  static constexpr int PRODUCER_REGISTERS = BM > 32 ? 96 : 104, ROW_REGISTERS = BM > 32 ? 48 : 56,
-                       CONSUMER_REGISTERS = BM > 32 ? 184 : 176;
+  static constexpr bool NARROW = fixed_shape::CONSUMERS == 1; /* two CTAs an SM */
+  static constexpr int SYNC_ROWS = NARROW ? 16 : 8;           /* the most that mma.sync multiplies */
+  static constexpr int PRODUCER_REGISTERS = NARROW ? 88 : BM > 32 ? 96 : 104, ROW_REGISTERS = NARROW || BM > 32 ? 48 : 56,
+                       CONSUMER_REGISTERS = NARROW ? 104 : BM > 32 ? 184 : 176;
   static_assert(same_type<typename PRODUCT::W, u4> && BK == 256, "row_scales has room for two slabs a stage");
 };
 
@@ -208,14 +209,15 @@ DEVICE void s8_words(uint32_t codes, uint32_t signs, uint32_t &even, uint32_t &o
 /* Exact sums of a slab: of upper and of lower bytes. */
 template <class S, int N> using fixed_sums = int32_t[2][S::BLOCKS][N / 8][4];
 
-/* Where a lane reads a slab: its word of codes of the first 32 k and its first row, and its row of ldmatrix. */
+/* Where a lane reads a slab: of codes and of rows its row of ldmatrix. An 8 x 16 bytes' lanes get four bytes each of
+ * the row that they have in an operand. */
 template <class S> struct fixed_places {
   uint32_t codes, rows;
 
   DEVICE fixed_places(const mixed_smem<S> &smem)
   {
     const int lane = tid_x() % WARP_SIZE, r = lane % 8;
-    codes = shared_address(smem.codes[0]) + code_offset<S>(lane_row<S>(), 0) + lane % 4 * 4;
+    codes = shared_address(smem.codes[0]) + code_offset<S>(consumer_warp<S>() * S::ROWS + lane, 0);
     rows = shared_address(smem.rows[0]) + lane / 16 * LOWER_BYTES + r * 128 + (lane / 8 % 2 ^ r) * 16;
   }
 };
@@ -223,10 +225,10 @@ template <class S> struct fixed_places {
 /* sums += 32 k, at `codes` and `rows`. Octet r of weight rows is half r / 2 of block r % 2. */
 template <class S, int N> DEVICE void multiply_bytes(uint32_t codes, uint32_t rows, fixed_sums<S, N> &sums)
 {
-  uint32_t a[S::BLOCKS][4];
+  uint32_t words[4], a[S::BLOCKS][4];
+  ldmatrix_x4(words, codes);
 #pragma unroll
-  for (int r = 0; r < 4; r++)
-    s8_words(lds_32(codes + r * 8 * S::ROW_BYTES), 0x80808080, a[r % 2][r / 2], a[r % 2][2 + r / 2]);
+  for (int r = 0; r < 4; r++) s8_words(words[r], 0x80808080, a[r % 2][r / 2], a[r % 2][2 + r / 2]);
 #pragma unroll
   for (int octet = 0; octet < N / 8; octet++) {
     uint32_t b[4];
@@ -315,9 +317,12 @@ DEVICE uint32_t signs_of_codes(const gemm_args &args)
 template <class S> DEVICE void unpack_block(uint32_t codes, uint32_t signs, uint32_t (&a)[4][4])
 {
 #pragma unroll
-  for (int b = 0; b < 4; b++)
+  for (int b = 0; b < 4; b += 2) {
+    uint32_t words[4];
+    ldmatrix_x4(words, codes ^ b * 16);
 #pragma unroll
-    for (int r = 0; r < 2; r++) s8_words(lds_32((codes ^ b * 16) + r * 16 * S::ROW_BYTES), signs, a[b][r], a[b][2 + r]);
+    for (int i = 0; i < 4; i++) s8_words(words[i], signs, a[b + i / 2][i % 2], a[b + i / 2][2 + i % 2]);
+  }
 }
 
 /* Exact sums of a slab and of octets of rows, a lane's upper and then its lower bytes of each: under way. */
@@ -348,10 +353,11 @@ DEVICE void add_octets(int32_t (&slab)[32], float even, float odd, const float *
   hold(sums); /* before the next products, for which registers would not do */
 }
 
-/* Where a lane reads its codes of stage 0. */
+/* Where a lane reads its codes of stage 0: of both octets of block 0 the first 32 k, then the next. */
 template <class S> DEVICE uint32_t place_of_codes(const mixed_smem<S> &smem)
 {
-  return shared_address(smem.codes[0]) + code_offset<S>(lane_row<S>(), 0) + (int)(tid_x() % 4) * 4;
+  const int lane = (int)(tid_x() % WARP_SIZE), row = consumer_warp<S>() * S::ROWS + lane % 8 + lane / 8 % 2 * 16;
+  return shared_address(smem.codes[0]) + code_offset<S>(row, lane / 16);
 }
 
 /* FIRST octets of rows and REST more, one after the other: registers are few. */

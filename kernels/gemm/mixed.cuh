@@ -25,8 +25,9 @@ template <class PRODUCT, int CLUSTER_, int BM_, int BN, int BK_, int STAGES_, in
   static constexpr bool FIXED = false;                 /* rows are stored in fixed point (gemm/fixed.cuh) */
   static constexpr int COLUMNS = PRODUCT::HALVES * BN; /* weight rows of a tile */
   static constexpr bool N_MAJOR = false;
-  /* Warpgroups: two of consumers; producers of weights, and of rows if there are four, else of both. */
-  static constexpr int GROUP = 128, THREADS = WARPS * WARP_SIZE, CONSUMERS = 2, PRODUCERS = THREADS / GROUP - CONSUMERS;
+  /* Warpgroups: of consumers one for 128 weight rows; of producers one of weights and one of rows, or one of both. */
+  static constexpr int GROUP = 128, THREADS = WARPS * WARP_SIZE, CONSUMERS = COLUMNS / GROUP,
+                       PRODUCERS = THREADS / GROUP - CONSUMERS;
   static constexpr bool APART = PRODUCERS == 2;
   static constexpr int ROWS = 32; /* weight rows of a warp */
   /* A warp's outputs, as warpgroup_tile.cuh has them: no less than it stores at once. */
@@ -39,15 +40,15 @@ template <class PRODUCT, int CLUSTER_, int BM_, int BN, int BK_, int STAGES_, in
   static constexpr bool U4 = same_type<typename PRODUCT::W, u4>;
   /* What a thread starts with, and what becomes of it. */
   static constexpr int OF_BOTH = U4 ? 152 : 136;
-  static constexpr int REGISTERS = APART ? 128 : 168, PRODUCER_REGISTERS = APART ? 96 : OF_BOTH,
+  static constexpr int REGISTERS = CONSUMERS == 1 ? 80 : APART ? 128 : 168, PRODUCER_REGISTERS = APART ? 96 : OF_BOTH,
                        ROW_REGISTERS = APART ? 80 : 0;
   static constexpr int CONSUMER_REGISTERS =
       (REGISTERS * THREADS / GROUP - PRODUCER_REGISTERS - ROW_REGISTERS) / CONSUMERS;
   static constexpr int PLANE = 64, PLANES = BK / PLANE; /* rows of A: as wgmma reads them, 128 bytes of k at a time */
   static constexpr int WGMMA_FROM = 32;                 /* tokens: fewer are quicker by mma.sync */
-  static_assert(CLUSTER == 1 && CONSUMERS * GROUP == COLUMNS && (PRODUCERS == 1 || APART), "32 rows a warp");
+  static_assert(CLUSTER == 1 && CONSUMERS * GROUP == COLUMNS && CONSUMERS <= 2 && (PRODUCERS == 1 || APART), "32 rows a warp");
   /* Experts whose rows are looked up once: what a fourth stage leaves room for. */
-  static constexpr int RANGES = U4 ? MAX_EXPERTS / 2 : MAX_EXPERTS;
+  static constexpr int RANGES = CONSUMERS == 1 ? 64 : U4 ? MAX_EXPERTS / 2 : MAX_EXPERTS;
   static constexpr int UNIT_SLOTS = UNITS_AHEAD / 2; /* producers are no more than STAGES + 1 units ahead */
   /* Bytes of a weight row's scales in a stage, at most: one each 32 or 16 k, or two each 32. */
   static constexpr int SCALE_BYTES =
