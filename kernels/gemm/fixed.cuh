@@ -29,10 +29,9 @@ struct fixed_shape : mixed_shape<PRODUCT, CLUSTER, BM, BN, BK, STAGES, WARPS> {
   static constexpr bool FIXED = true, ZEROS = false;
   static constexpr bool SCALED = true, SCALES_BY_COPY = false; /* of rows, a scale a slab */
   static constexpr int ZERO_OCTETS = 1;
-  static constexpr bool NARROW = fixed_shape::CONSUMERS == 1; /* two CTAs an SM */
-  static constexpr int SYNC_ROWS = NARROW ? 16 : 8;           /* the most that mma.sync multiplies */
-  static constexpr int PRODUCER_REGISTERS = NARROW ? 88 : BM > 32 ? 96 : 104, ROW_REGISTERS = NARROW || BM > 32 ? 48 : 56,
-                       CONSUMER_REGISTERS = NARROW ? 104 : BM > 32 ? 184 : 176;
+  static constexpr int SYNC_ROWS = 8; /* the most that mma.sync multiplies */
+  static constexpr int PRODUCER_REGISTERS = BM > 32 ? 96 : 104, ROW_REGISTERS = BM > 32 ? 48 : 56,
+                       CONSUMER_REGISTERS = BM > 32 ? 184 : 176;
   static_assert(same_type<typename PRODUCT::W, u4> && BK == 256, "row_scales has room for two slabs a stage");
 };
 
@@ -146,9 +145,9 @@ template <class S> DEVICE void copy_fixed(const gemm_args &args, mixed_smem<S> &
     fixed_rows<S> rows;
     rows.set_unit(args, smem.units[unit.stage]);
     unit.advance();
-    wait_for(&smem.posted[unit.stage], unit.phase);
 #pragma unroll 1
     for (int k0 = 0; k0 < args.k; k0 += S::BK, at.advance()) {
+      if (k0 + S::BK >= args.k) wait_for(&smem.posted[unit.stage], unit.phase);
       wait_for(&smem.empty[at.stage], at.phase ^ 1);
       rows.copy(args, smem, at.stage, k0);
       cp_async_mbarrier_arrive_noinc(&smem.full[at.stage]);
@@ -206,6 +205,12 @@ DEVICE void s8_words(uint32_t codes, uint32_t signs, uint32_t &even, uint32_t &o
   odd = (codes ^ signs) & 0xf0f0f0f0;
 }
 
+/* 0x80808080 of the codes' offset, which is 8: no constant, as an instruction has one. */
+DEVICE uint32_t signs_of_codes(const gemm_args &args)
+{
+  return multiply_anew(args.b.offset, 0x10101010);
+}
+
 /* Exact sums of a slab: of upper and of lower bytes. */
 template <class S, int N> using fixed_sums = int32_t[2][S::BLOCKS][N / 8][4];
 
@@ -223,12 +228,13 @@ template <class S> struct fixed_places {
 };
 
 /* sums += 32 k, at `codes` and `rows`. Octet r of weight rows is half r / 2 of block r % 2. */
-template <class S, int N> DEVICE void multiply_bytes(uint32_t codes, uint32_t rows, fixed_sums<S, N> &sums)
+template <class S, int N>
+DEVICE void multiply_bytes(uint32_t codes, uint32_t rows, uint32_t signs, fixed_sums<S, N> &sums)
 {
   uint32_t words[4], a[S::BLOCKS][4];
   ldmatrix_x4(words, codes);
 #pragma unroll
-  for (int r = 0; r < 4; r++) s8_words(words[r], 0x80808080, a[r % 2][r / 2], a[r % 2][2 + r / 2]);
+  for (int r = 0; r < 4; r++) s8_words(words[r], signs, a[r % 2][r / 2], a[r % 2][2 + r / 2]);
 #pragma unroll
   for (int octet = 0; octet < N / 8; octet++) {
     uint32_t b[4];
@@ -272,12 +278,12 @@ DEVICE void add_slab(const fixed_sums<S, N> &slab, const float (&by)[4], const f
 
 /* sums += a slab. */
 template <class S, int N>
-DEVICE void multiply_slab(uint32_t codes, uint32_t rows, const float (&by)[4], const float *scales,
+DEVICE void multiply_slab(uint32_t codes, uint32_t rows, uint32_t signs, const float (&by)[4], const float *scales,
                           float (&sums)[S::BLOCKS][S::ACCUMULATORS])
 {
   fixed_sums<S, N> slab = {};
 #pragma unroll
-  for (int b = 0; b < 4; b++) multiply_bytes<S, N>(codes ^ b * 16, rows ^ b * 32, slab);
+  for (int b = 0; b < 4; b++) multiply_bytes<S, N>(codes ^ b * 16, rows ^ b * 32, signs, slab);
   add_slab<S, N>(slab, by, scales, sums);
 }
 
@@ -286,6 +292,7 @@ DEVICE void multiply_fixed_n(const gemm_args &args, mixed_smem<S> &smem, pipelin
                              float (&sums)[S::BLOCKS][S::ACCUMULATORS])
 {
   const fixed_places<S> first(smem);
+  const uint32_t signs = signs_of_codes(args);
 #pragma unroll 1
   for (int k0 = 0; k0 < args.k; k0 += S::BK, at.advance()) {
     float by[S::SLABS][4];
@@ -298,7 +305,7 @@ DEVICE void multiply_fixed_n(const gemm_args &args, mixed_smem<S> &smem, pipelin
       float own[4];
 #pragma unroll
       for (int r = 0; r < 4; r++) own[r] = slab ? by[1][r] : by[0][r];
-      multiply_slab<S, N>(codes, rows, own, smem.staging.row_scales[slab][at.stage], sums);
+      multiply_slab<S, N>(codes, rows, signs, own, smem.staging.row_scales[slab][at.stage], sums);
     }
     release<S>(smem, at.stage);
   }
@@ -306,12 +313,6 @@ DEVICE void multiply_fixed_n(const gemm_args &args, mixed_smem<S> &smem, pipelin
 }
 
 /* ---- the same by wgmma ---- */
-
-/* 0x80808080 of the codes' offset, which is 8: no constant, as an instruction has one. */
-DEVICE uint32_t signs_of_codes(const gemm_args &args)
-{
-  return multiply_anew(args.b.offset, 0x10101010);
-}
 
 /* A slab's 128 k of a block, as operands of 32 k each. */
 template <class S> DEVICE void unpack_block(uint32_t codes, uint32_t signs, uint32_t (&a)[4][4])

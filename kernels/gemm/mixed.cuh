@@ -25,9 +25,8 @@ template <class PRODUCT, int CLUSTER_, int BM_, int BN, int BK_, int STAGES_, in
   static constexpr bool FIXED = false;                 /* rows are stored in fixed point (gemm/fixed.cuh) */
   static constexpr int COLUMNS = PRODUCT::HALVES * BN; /* weight rows of a tile */
   static constexpr bool N_MAJOR = false;
-  /* Warpgroups: of consumers one for 128 weight rows; of producers one of weights and one of rows, or one of both. */
-  static constexpr int GROUP = 128, THREADS = WARPS * WARP_SIZE, CONSUMERS = COLUMNS / GROUP,
-                       PRODUCERS = THREADS / GROUP - CONSUMERS;
+  /* Warpgroups: two of consumers; producers of weights, and of rows if there are four, else of both. */
+  static constexpr int GROUP = 128, THREADS = WARPS * WARP_SIZE, CONSUMERS = 2, PRODUCERS = THREADS / GROUP - CONSUMERS;
   static constexpr bool APART = PRODUCERS == 2;
   static constexpr int ROWS = 32; /* weight rows of a warp */
   /* A warp's outputs, as warpgroup_tile.cuh has them: no less than it stores at once. */
@@ -40,15 +39,15 @@ template <class PRODUCT, int CLUSTER_, int BM_, int BN, int BK_, int STAGES_, in
   static constexpr bool U4 = same_type<typename PRODUCT::W, u4>;
   /* What a thread starts with, and what becomes of it. */
   static constexpr int OF_BOTH = U4 ? 152 : 136;
-  static constexpr int REGISTERS = CONSUMERS == 1 ? 80 : APART ? 128 : 168, PRODUCER_REGISTERS = APART ? 96 : OF_BOTH,
+  static constexpr int REGISTERS = APART ? 128 : 168, PRODUCER_REGISTERS = APART ? 96 : OF_BOTH,
                        ROW_REGISTERS = APART ? 80 : 0;
   static constexpr int CONSUMER_REGISTERS =
       (REGISTERS * THREADS / GROUP - PRODUCER_REGISTERS - ROW_REGISTERS) / CONSUMERS;
   static constexpr int PLANE = 64, PLANES = BK / PLANE; /* rows of A: as wgmma reads them, 128 bytes of k at a time */
   static constexpr int WGMMA_FROM = 32;                 /* tokens: fewer are quicker by mma.sync */
-  static_assert(CLUSTER == 1 && CONSUMERS * GROUP == COLUMNS && CONSUMERS <= 2 && (PRODUCERS == 1 || APART), "32 rows a warp");
+  static_assert(CLUSTER == 1 && CONSUMERS * GROUP == COLUMNS && (PRODUCERS == 1 || APART), "32 rows a warp");
   /* Experts whose rows are looked up once: what a fourth stage leaves room for. */
-  static constexpr int RANGES = CONSUMERS == 1 ? 64 : U4 ? MAX_EXPERTS / 2 : MAX_EXPERTS;
+  static constexpr int RANGES = U4 ? MAX_EXPERTS / 2 : MAX_EXPERTS;
   static constexpr int UNIT_SLOTS = UNITS_AHEAD / 2; /* producers are no more than STAGES + 1 units ahead */
   /* Bytes of a weight row's scales in a stage, at most: one each 32 or 16 k, or two each 32. */
   static constexpr int SCALE_BYTES =
@@ -296,8 +295,11 @@ DEVICE void produce_tile(const gemm_args &args, mixed_smem<S> &smem, int slot, c
   scales.set_unit(args, smem, slot);
   mixed_rows<S> tokens;
   if (!S::APART) mixed_rows<S>::look_up(args, smem, slot);
+  /* The next unit takes a while to find: by then as much is on its way as there is room for. */
+  constexpr int STEP = 2 * S::BK;
+  const int post_at = S::APART ? (min(S::STAGES / 2, ceil_div(args.k, STEP)) - 1) * STEP : 0;
 #pragma unroll 1
-  for (int k0 = 0; k0 < args.k; k0 += 2 * S::BK) {
+  for (int k0 = 0; k0 < args.k; k0 += STEP) {
     const bool two = k0 + S::BK < args.k, second = mixed_weights<S>::lane() >= S::LANES / 2;
     pipeline_state<S::STAGES> next = at;
     next.advance();
@@ -310,10 +312,8 @@ DEVICE void produce_tile(const gemm_args &args, mixed_smem<S> &smem, int slot, c
       scales.copy(args, smem.scales[next.stage], k0 + S::BK);
       cp_async_mbarrier_arrive_noinc(&smem.full[next.stage]);
     }
-    if (k0 == 0) {
-      post_next_unit<S>(args, smem, slot + 1); /* its barrier is that of look_up, too */
-      if (!S::APART) tokens.load_early(args, smem, slot, rows, 0);
-    }
+    if (k0 == post_at) post_next_unit<S>(args, smem, slot + 1); /* its barrier is that of look_up, too */
+    if (!S::APART && k0 == 0) tokens.load_early(args, smem, slot, rows, 0);
     if (!S::APART) store_rows<S>(args, smem, tokens, slot, rows, k0, at.stage, next.stage, two);
     at = next;
     if (two) at.advance();
@@ -371,10 +371,10 @@ template <class S> DEVICE void produce_rows(const gemm_args &args, mixed_smem<S>
     bar_sync(ROWS_BARRIER, S::GROUP);
     tokens.load_early(args, smem, slot, rows, 0);
     unit.advance();
-    wait_for(&smem.posted[unit.stage], unit.phase);
 #pragma unroll 1
     for (int k0 = 0; k0 < args.k; k0 += 2 * S::BK) {
       const bool two = k0 + S::BK < args.k;
+      if (k0 + 2 * S::BK >= args.k) wait_for(&smem.posted[unit.stage], unit.phase);
       pipeline_state<S::STAGES> next = at;
       next.advance();
       wait_for(&smem.empty[at.stage], at.phase ^ 1);
@@ -700,10 +700,9 @@ template <class S> DEVICE void mixed_gemm(const gemm_args &args, mixed_smem<S> &
     fence_mbarrier_init();
   }
   if (!args.protocol.early_inputs) wait_for_earlier_grids();
-  if (S::RANGES < MAX_EXPERTS)
-    for (int e = threadIdx.x; e < min(args.experts, S::RANGES); e += S::THREADS) smem.ranges[e] = expert_rows(args, e);
-  const int tiles =
-      build_tile_table<S::BM, S::THREADS>(args, smem.table, S::RANGES < MAX_EXPERTS ? nullptr : smem.ranges);
+  const bool all = args.experts <= S::RANGES;
+  for (int e = threadIdx.x; !all && e < S::RANGES; e += S::THREADS) smem.ranges[e] = expert_rows(args, e);
+  const int tiles = build_tile_table<S::BM, S::THREADS>(args, smem.table, all ? smem.ranges : nullptr);
   if (tiles == 0) return wait_for_earlier_grids();
   if (threadIdx.x < S::GROUP) {
     change_registers<S::REGISTERS, S::PRODUCER_REGISTERS>();

@@ -76,20 +76,26 @@ template <class S> struct stream_run {
   bool piece = true;              /* is still to come */
 
   stream_run() = default;
+  /* All CTAs wait for this, and for their first unit. In 32 bits: a result of more tiles has no room. */
   DEVICE stream_run(const gemm_args &args, int32_t row_tiles)
       : tiles(row_tiles), granules(ceil_div(args.n, granule_channels<S>(args))),
         parts(ceil_div(granules, granules_of<S>(args)))
   {
-    const int64_t share = (int64_t)tiles * parts / gridDim.x, first = share * blockIdx.x, end = (first + share) / parts;
-    now.tile = (int32_t)(first / parts);
-    now.n = granule_of(first - (int64_t)now.tile * parts);
-    now.left = (end - now.tile) * granules + granule_of(first + share - end * parts) - now.n;
+    const uint32_t share = (uint32_t)tiles * (uint32_t)parts / gridDim.x, first = share * blockIdx.x,
+                   begin = first / (uint32_t)parts, end = (first + share) / (uint32_t)parts;
+    now.tile = (int32_t)begin;
+    now.n = granule_of((int32_t)(first - begin * parts));
+    now.left = (int64_t)(end - begin) * granules + granule_of((int32_t)(first + share - end * parts)) - now.n;
     later.left = 0;
     whole = share > 0 ? 1 + (int32_t)(blockIdx.x % share) : 0;
   }
 
   /* The first granule of a row tile's whole tile `part`. */
-  DEVICE int32_t granule_of(int64_t part) const { return (int32_t)(granules * part / parts); }
+  DEVICE int32_t granule_of(int32_t part) const
+  {
+    if (part == 0) return 0;
+    return (granules | parts) >> 15 ? (int32_t)((int64_t)granules * part / parts) : granules * part / parts;
+  }
 
   /* Of the whole tiles that are left over, which may begin amid a row tile. Of the grid, a row tile gets the part that
    * it is of `all` their granules, at least one CTA, and is divided evenly among these: from CTA grid * c / all,
@@ -97,7 +103,7 @@ template <class S> struct stream_run {
   DEVICE granule_range own_piece() const
   {
     const int64_t grid = gridDim.x, even = (int64_t)tiles * parts / grid * grid;
-    const int32_t tile = (int32_t)(even / parts), begin = granule_of(even - (int64_t)tile * parts);
+    const int32_t tile = (int32_t)(even / parts), begin = granule_of((int32_t)(even - (int64_t)tile * parts));
     const int64_t all = (int64_t)(tiles - tile) * granules - begin;
     if (all <= 0) return {0, 0, 0};
     const int64_t row = ((2 * (int64_t)blockIdx.x + 1) * all + 2 * grid * begin - 1) / (2 * grid * granules);
@@ -116,9 +122,10 @@ template <class S> struct stream_run {
     if (expert < 0) expert = expert_of_tile(args, smem.table, now.tile);
     while (smem.table.before[expert + 1] <= now.tile) expert++;
     const int first = smem.table.before[expert], those = smem.table.before[expert + 1] - first;
-    const row_range own = rows_of_tile<S>(kept_rows(args, smem.ranges, expert), now.tile - first, those);
+    row_range own = kept_rows(args, smem.ranges, expert);
+    if (those > 1 || own.count > S::BM) own = rows_of_tile<S>(own, now.tile - first, those);
     const int there = (int)min((int64_t)(granules - now.n), now.left),
-              part = ceil_div(there, ceil_div(there, granules_of<S>(args)));
+              part = there <= granules_of<S>(args) ? there : ceil_div(there, ceil_div(there, granules_of<S>(args)));
     const tile_unit unit = {expert, own.begin, own.count, now.n, now.n + part};
     now.left -= part;
     now.n += part;
