@@ -162,11 +162,15 @@ template <class S> struct fixed_scales {
   using slab_scales = float[S::SLABS][4];
   static constexpr bool absent = false;
   static constexpr int OCTET_BYTES = 8 * 4 * S::SCALE_WORDS;
-  uint32_t row;   /* the first one's shared address in stage 0 */
-  uint32_t skews; /* of each a byte: where in what is copied its first scale is */
+  uint32_t row;     /* the first one's shared address in stage 0 */
+  uint32_t skews;   /* of each a byte: where in what is copied its first scale is */
+  int round, shift; /* that is at most this; of k to its block */
 
-  DEVICE void set_unit(const gemm_args &, const mixed_smem<S> &smem, int slot, int row0)
+  DEVICE void set_unit(const gemm_args &args, const mixed_smem<S> &smem, int slot, int row0)
   {
+    round = scales_in_vectors<S>(args) ? 15 : 3;
+    shift = 31 - __clz(args.b.scale.block_k);
+    if (S::BM <= 32) hold(round), hold(shift); /* not worked out again for every stage */
     row = shared_address(smem.scales[0].words[row0]);
     skews = 0;
 #pragma unroll
@@ -176,9 +180,10 @@ template <class S> struct fixed_scales {
   /* Of the stage of k0 and on; beyond the end of k the last one's. */
   DEVICE void load(const gemm_args &args, int stage, int k0, slab_scales &by) const
   {
-    const int first = scale_block<S>(args, k0), size = scale_size<S>(args),
-              next = scale_block<S>(args, min(k0 + S::SLAB, args.k - 32)) - first;
-    const uint32_t round = scales_in_vectors<S>(args) ? 15 : 3, from = row + stage * (uint32_t)sizeof(scale_stage<S>);
+    const int origin = args.b.scale.k_origin, size = scale_size<S>(args),
+              first = (k0 + origin >> shift) - (origin >> shift),
+              next = (min(k0 + S::SLAB, args.k - 32) + origin >> shift) - (origin >> shift) - first;
+    const uint32_t from = row + stage * (uint32_t)sizeof(scale_stage<S>);
     uint32_t at[4];
 #pragma unroll
     for (int r = 0; r < 4; r++) at[r] = from + r * OCTET_BYTES + ((skews >> r * 8) + first * size & round);
