@@ -119,8 +119,7 @@ template <class L> DEVICE void consume_drawn(const few_args &args, drawn_smem<L>
     if (args.protocol.weights && feed.routes) {
       const int token = __ffs(feed.routes) - 1;
       feed.routes &= feed.routes - 1;
-      if (token < (int)token_total(args.gate.tokens))
-        write_routing<L>(args, (int)gridDim.x - 1 - token, smem.scratch[warp_id()]);
+      if (token < (int)token_total(args.gate.tokens)) write_routing<L>(args, smem.table, (int)gridDim.x - 1 - token);
     }
     if (i < 0) continue;
     if (at.unit.active < 0) break;

@@ -84,7 +84,6 @@ struct few_memory<drawn_layout<PRODUCT, TOKENS, BN, BK, STAGES, WARPS>> {
   few_range own;          /* octets of down */
   int32_t drawn;          /* units of down that warps have taken */
   few_table<L::PAIRS> table;
-  gate_scratch scratch[WARPS];
   uint4 zeros[1];
 };
 template <class S> using drawn_smem = few_memory<typename S::layout>;

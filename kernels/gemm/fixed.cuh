@@ -145,9 +145,9 @@ template <class S> DEVICE void copy_fixed(const gemm_args &args, mixed_smem<S> &
     fixed_rows<S> rows;
     rows.set_unit(args, smem.units[unit.stage]);
     unit.advance();
-    wait_for(&smem.posted[unit.stage], unit.phase);
 #pragma unroll 1
     for (int k0 = 0; k0 < args.k; k0 += S::BK, at.advance()) {
+      if (k0 + S::BK >= args.k) wait_for(&smem.posted[unit.stage], unit.phase);
       wait_for(&smem.empty[at.stage], at.phase ^ 1);
       rows.copy(args, smem, at.stage, k0);
       cp_async_mbarrier_arrive_noinc(&smem.full[at.stage]);
@@ -162,11 +162,15 @@ template <class S> struct fixed_scales {
   using slab_scales = float[S::SLABS][4];
   static constexpr bool absent = false;
   static constexpr int OCTET_BYTES = 8 * 4 * S::SCALE_WORDS;
-  uint32_t row;   /* the first one's shared address in stage 0 */
-  uint32_t skews; /* of each a byte: where in what is copied its first scale is */
+  uint32_t row;     /* the first one's shared address in stage 0 */
+  uint32_t skews;   /* of each a byte: where in what is copied its first scale is */
+  int round, shift; /* that is at most this; of k to its block */
 
-  DEVICE void set_unit(const gemm_args &, const mixed_smem<S> &smem, int slot, int row0)
+  DEVICE void set_unit(const gemm_args &args, const mixed_smem<S> &smem, int slot, int row0)
   {
+    round = scales_in_vectors<S>(args) ? 15 : 3;
+    shift = 31 - __clz(args.b.scale.block_k);
+    if (S::BM <= 32) hold(round), hold(shift); /* not worked out again for every stage */
     row = shared_address(smem.scales[0].words[row0]);
     skews = 0;
 #pragma unroll
@@ -176,9 +180,10 @@ template <class S> struct fixed_scales {
   /* Of the stage of k0 and on; beyond the end of k the last one's. */
   DEVICE void load(const gemm_args &args, int stage, int k0, slab_scales &by) const
   {
-    const int first = scale_block<S>(args, k0), size = scale_size<S>(args),
-              next = scale_block<S>(args, min(k0 + S::SLAB, args.k - 32)) - first;
-    const uint32_t round = scales_in_vectors<S>(args) ? 15 : 3, from = row + stage * (uint32_t)sizeof(scale_stage<S>);
+    const int origin = args.b.scale.k_origin, size = scale_size<S>(args),
+              first = (k0 + origin >> shift) - (origin >> shift),
+              next = (min(k0 + S::SLAB, args.k - 32) + origin >> shift) - (origin >> shift) - first;
+    const uint32_t from = row + stage * (uint32_t)sizeof(scale_stage<S>);
     uint32_t at[4];
 #pragma unroll
     for (int r = 0; r < 4; r++) at[r] = from + r * OCTET_BYTES + ((skews >> r * 8) + first * size & round);
@@ -205,28 +210,36 @@ DEVICE void s8_words(uint32_t codes, uint32_t signs, uint32_t &even, uint32_t &o
   odd = (codes ^ signs) & 0xf0f0f0f0;
 }
 
+/* 0x80808080 of the codes' offset, which is 8: no constant, as an instruction has one. */
+DEVICE uint32_t signs_of_codes(const gemm_args &args)
+{
+  return multiply_anew(args.b.offset, 0x10101010);
+}
+
 /* Exact sums of a slab: of upper and of lower bytes. */
 template <class S, int N> using fixed_sums = int32_t[2][S::BLOCKS][N / 8][4];
 
-/* Where a lane reads a slab: its word of codes of the first 32 k and its first row, and its row of ldmatrix. */
+/* Where a lane reads a slab: of codes and of rows its row of ldmatrix. An 8 x 16 bytes' lanes get four bytes each of
+ * the row that they have in an operand. */
 template <class S> struct fixed_places {
   uint32_t codes, rows;
 
   DEVICE fixed_places(const mixed_smem<S> &smem)
   {
     const int lane = tid_x() % WARP_SIZE, r = lane % 8;
-    codes = shared_address(smem.codes[0]) + code_offset<S>(lane_row<S>(), 0) + lane % 4 * 4;
+    codes = shared_address(smem.codes[0]) + code_offset<S>(consumer_warp<S>() * S::ROWS + lane, 0);
     rows = shared_address(smem.rows[0]) + lane / 16 * LOWER_BYTES + r * 128 + (lane / 8 % 2 ^ r) * 16;
   }
 };
 
 /* sums += 32 k, at `codes` and `rows`. Octet r of weight rows is half r / 2 of block r % 2. */
-template <class S, int N> DEVICE void multiply_bytes(uint32_t codes, uint32_t rows, fixed_sums<S, N> &sums)
+template <class S, int N>
+DEVICE void multiply_bytes(uint32_t codes, uint32_t rows, uint32_t signs, fixed_sums<S, N> &sums)
 {
-  uint32_t a[S::BLOCKS][4];
+  uint32_t words[4], a[S::BLOCKS][4];
+  ldmatrix_x4(words, codes);
 #pragma unroll
-  for (int r = 0; r < 4; r++)
-    s8_words(lds_32(codes + r * 8 * S::ROW_BYTES), 0x80808080, a[r % 2][r / 2], a[r % 2][2 + r / 2]);
+  for (int r = 0; r < 4; r++) s8_words(words[r], signs, a[r % 2][r / 2], a[r % 2][2 + r / 2]);
 #pragma unroll
   for (int octet = 0; octet < N / 8; octet++) {
     uint32_t b[4];
@@ -270,12 +283,12 @@ DEVICE void add_slab(const fixed_sums<S, N> &slab, const float (&by)[4], const f
 
 /* sums += a slab. */
 template <class S, int N>
-DEVICE void multiply_slab(uint32_t codes, uint32_t rows, const float (&by)[4], const float *scales,
+DEVICE void multiply_slab(uint32_t codes, uint32_t rows, uint32_t signs, const float (&by)[4], const float *scales,
                           float (&sums)[S::BLOCKS][S::ACCUMULATORS])
 {
   fixed_sums<S, N> slab = {};
 #pragma unroll
-  for (int b = 0; b < 4; b++) multiply_bytes<S, N>(codes ^ b * 16, rows ^ b * 32, slab);
+  for (int b = 0; b < 4; b++) multiply_bytes<S, N>(codes ^ b * 16, rows ^ b * 32, signs, slab);
   add_slab<S, N>(slab, by, scales, sums);
 }
 
@@ -284,6 +297,7 @@ DEVICE void multiply_fixed_n(const gemm_args &args, mixed_smem<S> &smem, pipelin
                              float (&sums)[S::BLOCKS][S::ACCUMULATORS])
 {
   const fixed_places<S> first(smem);
+  const uint32_t signs = signs_of_codes(args);
 #pragma unroll 1
   for (int k0 = 0; k0 < args.k; k0 += S::BK, at.advance()) {
     float by[S::SLABS][4];
@@ -296,7 +310,7 @@ DEVICE void multiply_fixed_n(const gemm_args &args, mixed_smem<S> &smem, pipelin
       float own[4];
 #pragma unroll
       for (int r = 0; r < 4; r++) own[r] = slab ? by[1][r] : by[0][r];
-      multiply_slab<S, N>(codes, rows, own, smem.staging.row_scales[slab][at.stage], sums);
+      multiply_slab<S, N>(codes, rows, signs, own, smem.staging.row_scales[slab][at.stage], sums);
     }
     release<S>(smem, at.stage);
   }
@@ -305,19 +319,16 @@ DEVICE void multiply_fixed_n(const gemm_args &args, mixed_smem<S> &smem, pipelin
 
 /* ---- the same by wgmma ---- */
 
-/* 0x80808080 of the codes' offset, which is 8: no constant, as an instruction has one. */
-DEVICE uint32_t signs_of_codes(const gemm_args &args)
-{
-  return multiply_anew(args.b.offset, 0x10101010);
-}
-
 /* A slab's 128 k of a block, as operands of 32 k each. */
 template <class S> DEVICE void unpack_block(uint32_t codes, uint32_t signs, uint32_t (&a)[4][4])
 {
 #pragma unroll
-  for (int b = 0; b < 4; b++)
+  for (int b = 0; b < 4; b += 2) {
+    uint32_t words[4];
+    ldmatrix_x4(words, codes ^ b * 16);
 #pragma unroll
-    for (int r = 0; r < 2; r++) s8_words(lds_32((codes ^ b * 16) + r * 16 * S::ROW_BYTES), signs, a[b][r], a[b][2 + r]);
+    for (int i = 0; i < 4; i++) s8_words(words[i], signs, a[b + i / 2][i % 2], a[b + i / 2][2 + i % 2]);
+  }
 }
 
 /* Exact sums of a slab and of octets of rows, a lane's upper and then its lower bytes of each: under way. */
@@ -348,10 +359,11 @@ DEVICE void add_octets(int32_t (&slab)[32], float even, float odd, const float *
   hold(sums); /* before the next products, for which registers would not do */
 }
 
-/* Where a lane reads its codes of stage 0. */
+/* Where a lane reads its codes of stage 0: of both octets of block 0 the first 32 k, then the next. */
 template <class S> DEVICE uint32_t place_of_codes(const mixed_smem<S> &smem)
 {
-  return shared_address(smem.codes[0]) + code_offset<S>(lane_row<S>(), 0) + (int)(tid_x() % 4) * 4;
+  const int lane = (int)(tid_x() % WARP_SIZE), row = consumer_warp<S>() * S::ROWS + lane % 8 + lane / 8 % 2 * 16;
+  return shared_address(smem.codes[0]) + code_offset<S>(row, lane / 16);
 }
 
 /* FIRST octets of rows and REST more, one after the other: registers are few. */

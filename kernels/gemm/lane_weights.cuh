@@ -100,6 +100,7 @@ template <class S> struct stage_scales {
   const uint8_t *row[ROWS];
   uint32_t last; /* a bit a row: its channel is the last one */
   const uint32_t *zeros;
+  int vectors, shift; /* scales_in_vectors; of k to its block, where the format does not say */
 
   DEVICE static int row_of(int i) { return threadIdx.x + i * S::GROUP; }
 
@@ -107,13 +108,16 @@ template <class S> struct stage_scales {
   DEVICE void set_unit(const gemm_args &args, mixed_smem<S> &smem, int slot)
   {
     const tile_unit unit = smem.units[slot];
+    vectors = scales_in_vectors<S>(args);
+    hold(vectors); /* not worked out again for every stage */
+    shift = S::U4 ? 31 - __clz(args.b.scale.block_k) : 0;
+    if (S::U4) hold(shift);
     last = 0;
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
       row[i] = scales_of_row<S>(args, unit, row_of(i));
       last |= (uint32_t)(channel_of_row<S>(args, unit, row_of(i)) >= args.n - 1) << i;
-      smem.skew[slot % S::UNIT_SLOTS][row_of(i)] =
-          in_words(args, row[i]) ? (uintptr_t)row[i] & (scales_in_vectors<S>(args) ? 15 : 3) : 0;
+      smem.skew[slot % S::UNIT_SLOTS][row_of(i)] = in_words(args, row[i]) ? (uintptr_t)row[i] & (vectors ? 15 : 3) : 0;
     }
     if (S::ZEROS) zeros = zeros_of_octet<S>(args, unit, threadIdx.x / OCTET_THREADS);
   }
@@ -127,6 +131,18 @@ template <class S> struct stage_scales {
   /* Of k0 and on. No word is read that has no scale of the row. */
   DEVICE void copy(const gemm_args &args, scale_stage<S> &to, int k0) const
   {
+    if (!vectors || S::ZEROS) return copy_any(args, to, k0);
+    const int at = (S::U4 ? k0 >> shift : scale_block<S>(args, k0)) * scale_size<S>(args);
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) {
+      const uint8_t *from = row[i] + at;
+      cp_async_cg_16(shared_address(to.words[row_of(i)]), from - (uintptr_t)from % 16, 16);
+    }
+  }
+
+  /* However they lie, and zero points. */
+  DEVICE void copy_any(const gemm_args &args, scale_stage<S> &to, int k0) const
+  {
     const int first = scale_block<S>(args, k0), count = scale_block<S>(args, min(k0 + S::BK, args.k) - 1) - first + 1,
               size = scale_size<S>(args);
     const bool ends = S::U4 ? first + count == scale_block<S>(args, args.k - 1) + 1
@@ -134,7 +150,7 @@ template <class S> struct stage_scales {
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
       const uint8_t *from = row[i] + first * size;
-      if (scales_in_vectors<S>(args))
+      if (vectors)
         cp_async_cg_16(shared_address(to.words[row_of(i)]), from - (uintptr_t)from % 16, 16);
       else if (in_words(args, row[i]))
         copy_words(from, count * size, last >> i & 1 && ends, to.words[row_of(i)]);

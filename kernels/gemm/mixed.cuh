@@ -304,8 +304,11 @@ DEVICE void produce_tile(const gemm_args &args, mixed_smem<S> &smem, int slot, c
   scales.set_unit(args, smem, slot);
   mixed_rows<S> tokens;
   if (!S::APART) mixed_rows<S>::look_up(args, smem, slot);
+  /* The next unit takes a while to find: by then as much is on its way as there is room for. */
+  constexpr int STEP = 2 * S::BK;
+  const int post_at = S::APART ? (min(S::STAGES / 2, ceil_div(args.k, STEP)) - 1) * STEP : 0;
 #pragma unroll 1
-  for (int k0 = 0; k0 < args.k; k0 += 2 * S::BK) {
+  for (int k0 = 0; k0 < args.k; k0 += STEP) {
     const bool two = k0 + S::BK < args.k, second = mixed_weights<S>::lane() >= S::LANES / 2;
     pipeline_state<S::STAGES> next = at;
     next.advance();
@@ -318,10 +321,8 @@ DEVICE void produce_tile(const gemm_args &args, mixed_smem<S> &smem, int slot, c
       scales.copy(args, smem.scales[next.stage], k0 + S::BK);
       cp_async_mbarrier_arrive_noinc(&smem.full[next.stage]);
     }
-    if (k0 == 0) {
-      post_next_unit<S>(args, smem, slot + 1); /* its barrier is that of look_up, too */
-      if (!S::APART) tokens.load_early(args, smem, slot, rows, 0);
-    }
+    if (k0 == post_at) post_next_unit<S>(args, smem, slot + 1); /* its barrier is that of look_up, too */
+    if (!S::APART && k0 == 0) tokens.load_early(args, smem, slot, rows, 0);
     if (!S::APART) store_rows<S>(args, smem, tokens, slot, rows, k0, at.stage, next.stage, two);
     at = next;
     if (two) at.advance();
@@ -379,10 +380,10 @@ template <class S> DEVICE void produce_rows(const gemm_args &args, mixed_smem<S>
     bar_sync(ROWS_BARRIER, S::GROUP);
     tokens.load_early(args, smem, slot, rows, 0);
     unit.advance();
-    wait_for(&smem.posted[unit.stage], unit.phase);
 #pragma unroll 1
     for (int k0 = 0; k0 < args.k; k0 += 2 * S::BK) {
       const bool two = k0 + S::BK < args.k;
+      if (k0 + 2 * S::BK >= args.k) wait_for(&smem.posted[unit.stage], unit.phase);
       pipeline_state<S::STAGES> next = at;
       next.advance();
       wait_for(&smem.empty[at.stage], at.phase ^ 1);
@@ -716,10 +717,9 @@ template <class S> DEVICE void mixed_gemm(const gemm_args &args, mixed_smem<S> &
     fence_mbarrier_init();
   }
   if (!args.protocol.early_inputs) wait_for_earlier_grids();
-  if (S::RANGES < MAX_EXPERTS)
-    for (int e = threadIdx.x; e < min(args.experts, S::RANGES); e += S::THREADS) smem.ranges[e] = expert_rows(args, e);
-  const int tiles =
-      build_tile_table<S::BM, S::THREADS>(args, smem.table, S::RANGES < MAX_EXPERTS ? nullptr : smem.ranges);
+  const bool all = args.experts <= S::RANGES;
+  for (int e = threadIdx.x; !all && e < S::RANGES; e += S::THREADS) smem.ranges[e] = expert_rows(args, e);
+  const int tiles = build_tile_table<S::BM, S::THREADS>(args, smem.table, all ? smem.ranges : nullptr);
   if (tiles == 0) return wait_for_earlier_grids();
   if (threadIdx.x < S::GROUP) {
     change_registers<S::REGISTERS, S::PRODUCER_REGISTERS>();

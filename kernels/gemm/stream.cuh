@@ -77,6 +77,7 @@ template <class S> struct stream_run {
   bool piece = true;              /* is still to come */
 
   stream_run() = default;
+  /* All CTAs wait for this, and for their first unit. In 32 bits: a result of more tiles has no room. */
   DEVICE stream_run(const gemm_args &args, int32_t row_tiles)
       : tiles(row_tiles), granules(ceil_div(args.n, granule_channels<S>(args))),
         parts(ceil_div(granules, granules_of<S>(args)))
@@ -89,19 +90,23 @@ template <class S> struct stream_run {
   }
 
   /* Whole tiles of a CTA. */
-  DEVICE int64_t share() const { return (int64_t)tiles * parts / gridDim.x; }
+  DEVICE uint32_t share() const { return (uint32_t)tiles * (uint32_t)parts / gridDim.x; }
 
   /* `count` whole tiles, `first` and on. */
-  DEVICE void take(int64_t first, int64_t count)
+  DEVICE void take(uint32_t first, uint32_t count)
   {
-    const int64_t end = (first + count) / parts;
-    now.tile = (int32_t)(first / parts);
-    now.n = granule_of(first - (int64_t)now.tile * parts);
-    now.left = (end - now.tile) * granules + granule_of(first + count - end * parts) - now.n;
+    const uint32_t begin = first / (uint32_t)parts, end = (first + count) / (uint32_t)parts;
+    now.tile = (int32_t)begin;
+    now.n = granule_of((int32_t)(first - begin * parts));
+    now.left = (int64_t)(end - begin) * granules + granule_of((int32_t)(first + count - end * parts)) - now.n;
   }
 
   /* The first granule of a row tile's whole tile `part`. */
-  DEVICE int32_t granule_of(int64_t part) const { return (int32_t)(granules * part / parts); }
+  DEVICE int32_t granule_of(int32_t part) const
+  {
+    if (part == 0) return 0;
+    return (granules | parts) >> 15 ? (int32_t)((int64_t)granules * part / parts) : granules * part / parts;
+  }
 
   /* Of the whole tiles that are left over, which may begin amid a row tile. Of the grid, a row tile gets the part that
    * it is of `all` their granules, at least one CTA, and is divided evenly among these: from CTA grid * c / all,
@@ -109,7 +114,7 @@ template <class S> struct stream_run {
   DEVICE granule_range own_piece() const
   {
     const int64_t grid = gridDim.x, even = (int64_t)tiles * parts / grid * grid;
-    const int32_t tile = (int32_t)(even / parts), begin = granule_of(even - (int64_t)tile * parts);
+    const int32_t tile = (int32_t)(even / parts), begin = granule_of((int32_t)(even - (int64_t)tile * parts));
     const int64_t all = (int64_t)(tiles - tile) * granules - begin;
     if (all <= 0) return {0, 0, 0};
     const int64_t row = ((2 * (int64_t)blockIdx.x + 1) * all + 2 * grid * begin - 1) / (2 * grid * granules);
@@ -129,16 +134,17 @@ template <class S> struct stream_run {
   /* The next tile: up to GRANULES of one row tile, `end` past its last. */
   template <class SMEM> DEVICE tile_unit next(const gemm_args &args, const SMEM &smem)
   {
-    if (S::N_MAJOR && now.left == 0 && whole > 0) take(blockIdx.x + --whole * (int64_t)gridDim.x, 1), expert = -1;
+    if (S::N_MAJOR && now.left == 0 && whole > 0) take(blockIdx.x + --whole * gridDim.x, 1), expert = -1;
     if (piece && (now.left == 0 || piece_is_due())) later = now, now = own_piece(), piece = false, expert = -1;
     if (now.left == 0) now = later, later.left = 0, expert = -1;
     if (now.left == 0) return {-1, 0, 0, 0, 0};
     if (expert < 0) expert = expert_of_tile(args, smem.table, now.tile);
     while (smem.table.before[expert + 1] <= now.tile) expert++;
     const int first = smem.table.before[expert], those = smem.table.before[expert + 1] - first;
-    const row_range own = rows_of_tile<S>(kept_rows(args, smem.ranges, expert), now.tile - first, those);
+    row_range own = kept_rows(args, smem.ranges, expert);
+    if (those > 1 || own.count > S::BM) own = rows_of_tile<S>(own, now.tile - first, those);
     const int there = (int)min((int64_t)(granules - now.n), now.left),
-              part = ceil_div(there, ceil_div(there, granules_of<S>(args)));
+              part = there <= granules_of<S>(args) ? there : ceil_div(there, ceil_div(there, granules_of<S>(args)));
     const tile_unit unit = {expert, own.begin, own.count, now.n, now.n + part};
     now.left -= part;
     now.n += part;
