@@ -1534,6 +1534,7 @@ static void test_drawn_plans(void)
       {INT4, {1, 8, 2048, 768, 128, DT_BF16, 0, 0, 0}, false},
       {INT4_OF_32, {2, 8, 2048, 768, 128, DT_BF16, 0, 0, 0}, false},
       {MXFP4, {4, 8, 7168, 2048, 256, DT_BF16, 0, 0, 0}, true},
+      {MXFP4, {2, 4, 2880, 2880, 128, DT_F16, 0, 0, 0}, true},
       {MXFP4, {5, 8, 7168, 2048, 256, DT_BF16, 0, 0, 0}, false},
       {NVFP4, {2, 8, 2048, 768, 128, DT_BF16, 0, 0, 0}, false},
   };
