@@ -569,6 +569,22 @@ template <class S> using outputs = float[S::BLOCKS][S::ACCUMULATORS];
 
 /* ---- scales that products lack: any number, of the few weights that are beyond what a model trains ---- */
 
+/* Whether products of the form leave a weight's scale out. */
+template <class S> DEVICE bool lacks_scale(int code)
+{
+  if constexpr (S::TWIN)
+    return twin_scale_is_absent<S>(code);
+  else
+    return scale_is_absent<typename S::X, typename S::W>(code);
+}
+
+template <class S> DEVICE float element_of_row(const gemm_args &args, int32_t source, int k)
+{
+  if constexpr (S::TWIN)
+    if (args.a_scale) return twin_element(args, source, k);
+  return to_f32(static_cast<const typename S::X *>(args.a)[source * args.a_ld + k]);
+}
+
 /* Of weight row `row` of a tile and one row of A, in f32. */
 template <class S> DEVICE float absent_products(const gemm_args &args, const tile_unit &unit, int row, int32_t source)
 {
@@ -576,19 +592,17 @@ template <class S> DEVICE float absent_products(const gemm_args &args, const til
   const int channel = gated ? (unit.n + row / 16) * 8 + row % 8 : unit.n * 16 + row;
   const char *codes = code_base(args.b, gated ? row / 8 % 2 : 0, unit.expert, S::BITS) +
                       min(channel, args.n - 1) * args.b.n_stride * S::BITS / 8;
-  const typename S::X *x = static_cast<const typename S::X *>(args.a) + source * args.a_ld;
   const uint8_t *scales = scales_of_row<S>(args, unit, row);
   constexpr int RUN = operand<typename S::W>::K_PER_SCALE;
   float sum = 0.f;
 #pragma unroll 1
   for (int k0 = 0; k0 < args.k && source >= 0; k0 += RUN) {
     const int code = scales[k0 / RUN * args.b.scale.k_stride];
-    if (S::TWIN ? !twin_scale_is_absent<S>(code) : !scale_is_absent<typename S::X, typename S::W>(code)) continue;
+    if (!lacks_scale<S>(code)) continue;
     float part = 0.f;
 #pragma unroll 1
     for (int k = k0; k < k0 + RUN; k++)
-      part += e2m1_to_f32((uint32_t)codes[k / 2] >> k % 2 * 4 & 15) *
-              (S::TWIN && args.a_scale ? twin_element(args, source, k) : to_f32(x[k]));
+      part += e2m1_to_f32((uint32_t)codes[k / 2] >> k % 2 * 4 & 15) * element_of_row<S>(args, source, k);
     sum += part * (same_type<typename S::W, nv4> ? e4m3_to_f32(code) : e8m0_to_f32(code));
   }
   return sum;
