@@ -113,12 +113,13 @@ quiet "the bugs that test/gpu.sh plants fit the kernels" bash test/gpu.sh fits
 # (gemm/woven_tile.cuh).
 # Gradients of weights have a loop over blocks of BM and half of one behind it, for two widths
 # (kernels/backward/gradient.cuh).
-# wgmma of e4m3 also has a loop for a tile of one block of 64 tokens, of a piece, and one of two (gemm/token_tile.cuh).
+# wgmma of e4m3 has loops of that kind for 128, 64, 48, 32 and 16 tokens (gemm/scaled_tile.cuh), and one for a tile of
+# one block of 64 tokens, of a piece, and one of two (gemm/token_tile.cuh).
 awk '$7 == "sm90" && NF == 11 && $8 == "mixed" { print $2, ($9 / 16 - 1) * 128 / 16 * 2 * ($2 ~ /_u4_/ ? 2 : 1) }
   $7 == "sm90" && NF == 11 && $8 != "few" && $8 != "mixed" && $8 != "fixed" && $8 != "dealt" && $8 != "drawn" {
     k = $2 ~ /_(e4m3|s8)_(e4m3|s8)_/ ? 32 : 16
     blocks = $8 == "wgmma" && $2 ~ /_e4m3_e4m3_/ ? $9 / 64 : 0
-    widths = $8 == "wgmma" && $2 ~ /_(mx4|nv4|u4)_/ && $9 > 64 ? $9 / 16 - 2 : $9 / 16
+    widths = blocks ? 5 : $8 == "wgmma" && $2 ~ /_(mx4|nv4|u4)_/ && $9 > 64 ? $9 / 16 - 2 : $9 / 16
     own = $6 == "router" ? $11 / k * $9 / 64 : widths * $11 / k * ($6 ~ /^up/ ? 2 : 1) * $10 / 64 / 2
     if ($6 == "weight_gradient") own = $11 / k * $9 / 64 / 2 * 3 / 2 * 2
     print $2, blocks * (blocks + 1) / 2 * $11 / k + own
