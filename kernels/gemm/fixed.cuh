@@ -69,21 +69,13 @@ template <class S> struct fixed_rows {
   DEVICE static int own_slab() { return (int)(thread() / S::BM); }
   DEVICE static int row(int i) { return (int)(thread() / CHUNKS) + i * STEP; }
 
-  DEVICE static int32_t find(const gemm_args &args, const tile_unit &unit, int r)
-  {
-    if (r >= unit.rows) return -1;
-    const int32_t source = known_source(args, unit.row + r);
-    if (source < 0) report_fault_inline(args.fault, FAULT_ROUTE, 0, args.row_pair[unit.row + r]);
-    return source;
-  }
-
   DEVICE void set_unit(const gemm_args &args, const tile_unit &unit)
   {
     octets = ceil_div(unit.rows, 8);
     there = 0;
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
-      const int32_t source = find(args, unit, row(i));
+      const int32_t source = reported_source(args, unit, row(i));
       from[i] = static_cast<const char *>(args.a) + (source < 0 ? 0 : source * args.a_ld * 2 + chunk() * 16);
       there |= (uint32_t)(source >= 0) << i;
     }

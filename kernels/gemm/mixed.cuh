@@ -184,6 +184,15 @@ DEVICE int32_t known_source(const gemm_args &args, int32_t row)
                                                                    : -1;
 }
 
+/* Of a unit's row r; -1: zeros. */
+DEVICE int32_t reported_source(const gemm_args &args, const tile_unit &unit, int r)
+{
+  if (r >= unit.rows) return -1;
+  const int32_t source = known_source(args, unit.row + r);
+  if (source < 0) report_fault_inline(args.fault, FAULT_ROUTE, 0, args.row_pair[unit.row + r]);
+  return source;
+}
+
 /* Rows of A, -1: zeros, in the order of fragments. A warp has a slab of two stages, or half of its octets of rows; a
  * lane a row of the octet and 8 k of each 32 of the slab. */
 template <class S> struct mixed_rows {

@@ -197,14 +197,6 @@ template <class S> struct twin_rows {
   DEVICE static int row(int i) { return twin_lane() / CHUNKS + i * STEP; }
   DEVICE static int own_slab() { return twin_lane() / S::BM; }
 
-  DEVICE static int32_t find(const gemm_args &args, const tile_unit &unit, int r)
-  {
-    if (r >= unit.rows) return -1;
-    const int32_t source = known_source(args, unit.row + r);
-    if (source < 0) report_fault_inline(args.fault, FAULT_ROUTE, 0, args.row_pair[unit.row + r]);
-    return source;
-  }
-
   DEVICE void set_unit(const gemm_args &args, mixed_smem<S> &smem, int slot)
   {
     const tile_unit unit = smem.units[slot];
@@ -213,7 +205,7 @@ template <class S> struct twin_rows {
     there = 0;
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
-      const int32_t source = find(args, unit, row(i));
+      const int32_t source = reported_source(args, unit, row(i));
       from[i] = static_cast<const char *>(args.a) + (source < 0 ? 0 : source * args.a_ld * 2 + chunk() * 16);
       there |= (uint32_t)(source >= 0) << i;
     }
@@ -272,7 +264,7 @@ template <class S> struct twin_rows_here {
     shared = rows_share_octet(smem, unit);
     slot = at;
     __syncwarp();
-    if (twin_lane() < S::BM) smem.sources[slot % 2][twin_lane()] = twin_rows<S>::find(args, unit, twin_lane());
+    if (twin_lane() < S::BM) smem.sources[slot % 2][twin_lane()] = reported_source(args, unit, twin_lane());
     __syncwarp();
   }
 
