@@ -18,26 +18,25 @@
 #ifndef CUMOE_DRAWN_CUH
 #define CUMOE_DRAWN_CUH
 
-#include "few/drawn_products.cuh"
+#include "few/drawn_bytes.cuh"
 #include "few/epilogue.cuh"
 #include "few/table.cuh"
 
 /* ---- units ---- */
 
 /* A tile of a unit, by the warp that has all of its sums: h to memory, y to shared memory. Lane l has rows l / 4 and
- * l / 4 + 8 of the tile, and token l % 4. */
+ * l / 4 + 8 of the tile, and so many tokens, of which it finishes one. */
 template <class P>
-DEVICE void finish_drawn(const few_args &args, drawn_smem<P> &smem, const drawn_unit &unit, int tile, int first,
-                         const float (&sum)[2])
+DEVICE void finish_drawn(const few_args &args, drawn_smem<P> &smem, const drawn_unit &unit, int tile, int own,
+                         int first, const float (&sum)[2])
 {
   using Y = typename P::Y;
   const gemm_args &g = P::DOWN ? args.down : args.up;
   const bool gated = !P::DOWN && g.gated;
   const int expert = smem.table.expert[unit.active], octet = unit.octet + (gated ? tile : 2 * tile),
             channel = octet * 8 + lane_id() / 4, end = P::DOWN ? smem.own.first + smem.own.count : g.n / 8;
-  const int pair = smem.table.column[unit.active][lane_id() % 4] < 0
-                       ? -1
-                       : column_pair(smem.table.column[unit.active][lane_id() % 4]);
+  const few_column column = smem.table.column[unit.active][lane_id() % 4 * P::OWN + own];
+  const int pair = column < 0 ? -1 : column_pair(column);
   if (octet >= end || pair < 0) return;
   float value[2][1], bias[2][1] = {};
 #pragma unroll
@@ -58,14 +57,15 @@ DEVICE void finish_drawn(const few_args &args, drawn_smem<P> &smem, const drawn_
 
 /* A warp's part of a unit of up. Whether it was the last one that was missing: then `sum` is the unit's, else zeros. A
  * place is had by one unit after the other; whoever waits for it waits for warps that wait for earlier ones alone. */
-template <class L> DEVICE bool add_up_parts(drawn_line<L> &line, const drawn_unit &unit, float (&sum)[L::TILES][2])
+template <class L>
+DEVICE bool add_up_parts(drawn_line<L> &line, const drawn_unit &unit, float (&sum)[L::TILES * L::OWN][2])
 {
   const int place = unit.number % L::AWAITED, turn = unit.number / L::AWAITED, lane = lane_id();
   volatile int32_t *turns = line.turn + place;
   while (*turns != turn) __nanosleep(FEW_POLL);
   __syncwarp();
 #pragma unroll
-  for (int t = 0; t < L::TILES; t++) {
+  for (int t = 0; t < L::TILES * L::OWN; t++) {
     line.sums[place][unit.part][t][lane] = make_float2(sum[t][0], sum[t][1]);
     sum[t][0] = sum[t][1] = 0.f;
   }
@@ -77,7 +77,7 @@ template <class L> DEVICE bool add_up_parts(drawn_line<L> &line, const drawn_uni
 #pragma unroll 1
   for (int p = 0; p < line.parts; p++)
 #pragma unroll
-    for (int t = 0; t < L::TILES; t++) {
+    for (int t = 0; t < L::TILES * L::OWN; t++) {
       const float2 part = line.sums[place][p][t][lane];
       sum[t][0] += part.x, sum[t][1] += part.y;
     }
@@ -92,17 +92,23 @@ template <class L> DEVICE bool add_up_parts(drawn_line<L> &line, const drawn_uni
 
 template <class L>
 DEVICE void multiply_drawn(const few_args &args, drawn_smem<L> &smem, const drawn_lane<L> &lane,
-                           const drawn_slice<L> &at, drawn_stage<L> &stage, float (&sum)[L::TILES][2])
+                           const drawn_slice<L> &at, drawn_stage<L> &stage, float (&sum)[L::TILES * L::OWN][2])
 {
   const gemm_args &g = at.unit.down ? args.down : args.up;
   float(&worth)[L::COLUMNS][L::RUNS] = smem.worth[warp_id()];
-  arrange_columns<L>(g, at, smem.table.column[at.unit.active], stage, worth);
+  if constexpr (L::BYTES) {
+    arrange_bytes<L>(args, smem, at, stage, worth);
+    return multiply_bytes<L>(stage, lane, worth, at, g.b, sum);
+  } else {
+    arrange_columns<L>(g, at, smem.table.column[at.unit.active], stage, worth);
 
-  const drawn_reader<L> from(stage, lane, worth, at.unit.columns);
-  if constexpr (same_type<typename L::W, mx4>)
-    multiply_slice_mx4<L>(from, smem.zeros, at.scales, sum);
-  else
-    multiply_slice<L>(from, *reinterpret_cast<const volatile uint32_t *>(smem.zeros), at.scales, g.b.scale.dtype, sum);
+    const drawn_reader<L> from(stage, lane, worth, at.unit.columns);
+    if constexpr (same_type<typename L::W, mx4>)
+      multiply_slice_mx4<L>(from, smem.zeros, at.scales, sum);
+    else
+      multiply_slice<L>(from, *reinterpret_cast<const volatile uint32_t *>(smem.zeros), at.scales, g.b.scale.dtype,
+                        sum);
+  }
 }
 
 /* A warp's units: of up, unless this is not the first round, and of down those of its CTA's octets from `first` on. */
@@ -110,7 +116,8 @@ template <class L> DEVICE void consume_drawn(const few_args &args, drawn_smem<L>
 {
   const drawn_lane<L> lane;
   drawn_feed<L> feed(args, smem, lane, experts, first);
-  float sum[L::TILES][2] = {};
+  constexpr int SUMS = L::TILES * L::OWN;
+  float sum[SUMS][2] = {};
 #pragma unroll 1
   for (int i = -(L::STAGES - 1), stage = 0;; i++) { /* the first rounds only ask */
     if (i >= 0) cp_async_wait_group<L::STAGES - 2>();
@@ -128,13 +135,15 @@ template <class L> DEVICE void consume_drawn(const few_args &args, drawn_smem<L>
     if (!at.last) continue;
     if (!at.unit.down && smem.line.parts > 1 && !add_up_parts<L>(smem.line, at.unit, sum)) continue;
 #pragma unroll 1
-    for (int t = 0; t < L::TILES; t++) { /* the same code: sums move up */
+    for (int s = 0; s < SUMS; s++) { /* the same code: sums move up */
       if (at.unit.down)
-        finish_drawn<drawn_part<L, true>>(args, smem, at.unit, t, first, sum[0]);
+        finish_drawn<drawn_part<L, true>>(args, smem, at.unit, s / L::OWN, s % L::OWN, first, sum[0]);
       else
-        finish_drawn<drawn_part<L, false>>(args, smem, at.unit, t, first, sum[0]);
+        finish_drawn<drawn_part<L, false>>(args, smem, at.unit, s / L::OWN, s % L::OWN, first, sum[0]);
 #pragma unroll
-      for (int j = 0; j < 2; j++) sum[0][j] = sum[L::TILES - 1][j], sum[L::TILES - 1][j] = 0.f;
+      for (int i = 0; i < SUMS; i++)
+#pragma unroll
+        for (int j = 0; j < 2; j++) sum[i][j] = i + 1 < SUMS ? sum[i + 1][j] : 0.f;
     }
   }
 }
@@ -161,7 +170,11 @@ template <class L> DEVICE void drawn_gemm(const few_args &args, drawn_smem<L> &s
   if (threadIdx.x < L::AWAITED) smem.line.count[threadIdx.x] = smem.line.turn[threadIdx.x] = 0;
   if (threadIdx.x < L::TICKETS) smem.line.ticket[threadIdx.x].x = -1;
   if (threadIdx.x == WARP_SIZE) smem.line.cut(args.up.k);
+  const bool early = args.protocol.weights; /* the grid ahead is the router, which reads x as well */
+  if constexpr (L::CODE::QUANTISES) prepare_rows_of_codes<L>(args, smem, early);
   wait_for_earlier_grids();
+  if constexpr (L::CODE::QUANTISES)
+    if (!early) measure_x<L>(args, smem);
   __syncthreads();
   if (threadIdx.x == 0) draw_ticket<L>(args, smem, 0, true);
   check_token_count(args.map.tokens, args.map.fault);

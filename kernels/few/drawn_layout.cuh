@@ -4,27 +4,39 @@
 
 #include "few/layout.cuh"
 
-/* A slice is BN weight rows by 256 k. A tile of 16 of them is an octet of gate and the same of up, or two octets. */
+template <class PRODUCT, bool BYTES> struct drawn_code_of {
+  using type = few_fixed_code<typename PRODUCT::W, same_type<typename PRODUCT::W, u4>>;
+};
+template <class PRODUCT> struct drawn_code_of<PRODUCT, true> {
+  using type = few_code<typename PRODUCT::X, typename PRODUCT::W, typename PRODUCT::Y>;
+};
+
+/* A slice is BN weight rows by 128 bytes. A tile of 16 of them is an octet of gate and the same of up, or two octets. */
 template <class PRODUCT, int TOKENS_, int BN, int BK_, int STAGES_, int WARPS> struct drawn_layout {
   using layout = drawn_layout;
+  using X = typename PRODUCT::X; /* what x and h are multiplied as */
   using W = typename PRODUCT::W;
   using Y = typename PRODUCT::Y; /* of x, h and y in memory */
-  using CODE = few_fixed_code<W, same_type<W, u4>>;
-  static_assert(same_type<typename PRODUCT::X, Y> && operand<W>::BITS == 4, "activations in fixed point");
+  static constexpr int BITS = operand<W>::BITS;
+  static constexpr bool BYTES = BITS == 8;
+  using CODE = typename drawn_code_of<PRODUCT, BYTES>::type;
+  static_assert(BYTES || same_type<X, Y>, "activations as codes, or in fixed point");
   static constexpr bool UP = true; /* the table has both */
   static constexpr bool ANSWERS = false;
-  static constexpr int TOKENS = TOKENS_, PAIRS = FEW_PAIRS(TOKENS), COLUMNS = 4; /* upper and lower bytes of each */
-  static constexpr int TILES = BN / 16, BK = BK_, STAGES = STAGES_, RUNS = BK / 128, VECTORS = BK / 8;
+  static constexpr int TOKENS = TOKENS_, PAIRS = FEW_PAIRS(TOKENS);
+  /* Of the mma's eight: fixed point has the upper and the lower bytes of each. A lane has sums of `OWN` tokens. */
+  static constexpr int COLUMNS = BYTES ? 8 : 4, OWN = COLUMNS / 4;
+  static constexpr int TILES = BN / 16, BK = BK_, STAGES = STAGES_, RUNS = BK / 128, VECTORS = BK / 8, LINES = 2;
   static constexpr int SUMS = 4096; /* of down at a time */
   /* Of up: parts of k of a unit; units that a CTA draws at once; draws that it knows; units whose parts are awaited. */
-  static constexpr int PARTS = 4, AT_ONCE = 2, TICKETS = 16, AWAITED = 12;
+  static constexpr int PARTS = 4, AT_ONCE = 2, TICKETS = 16, AWAITED = BYTES ? 8 : 12;
   static constexpr int THREADS = WARPS * WARP_SIZE, EPILOGUE = 0, WRITERS = WARPS; /* all write outputs */
-  static_assert(BK == 256 && THREADS >= PAIRS && TOKENS <= 32 && SUMS >= PAIRS * 32, "drawn_feed.cuh");
+  static_assert(BK * BITS == LINES * 512 && THREADS >= PAIRS && TOKENS <= 32 && SUMS >= PAIRS * 32, "drawn_feed.cuh");
 };
 
 template <class L> struct alignas(128) drawn_stage {
-  uint4 codes[L::TILES][2][L::RUNS][WARP_SIZE]; /* tile, octet, run of 128 k, vectors of 32 k: drawn_vector */
-  uint4 columns[L::COLUMNS][L::VECTORS];        /* eight elements: as they are in memory, then as they are multiplied */
+  uint4 codes[L::TILES][2][L::LINES][WARP_SIZE]; /* tile, octet, 64 bytes of a row, vectors: drawn_vector */
+  uint4 columns[L::COLUMNS][L::VECTORS]; /* eight elements: as they are in memory, then as they are multiplied */
 };
 
 /* y of the channels at hand, in sums of parts of k. */
@@ -63,7 +75,7 @@ template <class L> struct drawn_line {
   int32_t items, parts, each;                  /* taken by warps; parts of a unit, slices of a part */
   int2 ticket[L::TICKETS];                     /* which draw, and what was drawn */
   int32_t count[L::AWAITED], turn[L::AWAITED]; /* parts that are there; units that had the place before */
-  float2 sums[L::AWAITED][L::PARTS][L::TILES][WARP_SIZE];
+  float2 sums[L::AWAITED][L::PARTS][L::TILES * L::OWN][WARP_SIZE];
 
   DEVICE void cut(int k)
   {
@@ -73,6 +85,15 @@ template <class L> struct drawn_line {
   }
 };
 
+/* Where a row of x or h may have one scale: its largest size, of x by token, of h by pair; of an active expert's h,
+ * chunks that a warp has taken, and those of which the largest is known (drawn_rows.cuh). */
+template <class L, bool QUANTISES = L::CODE::QUANTISES> struct drawn_rows {
+};
+template <class L> struct drawn_rows<L, true> {
+  uint32_t of_x[L::TOKENS], of_h[L::PAIRS];
+  int32_t taken[L::PAIRS], measured[L::PAIRS];
+};
+
 template <class PRODUCT, int TOKENS, int BN, int BK, int STAGES, int WARPS>
 struct few_memory<drawn_layout<PRODUCT, TOKENS, BN, BK, STAGES, WARPS>> {
   using L = drawn_layout<PRODUCT, TOKENS, BN, BK, STAGES, WARPS>;
@@ -80,6 +101,7 @@ struct few_memory<drawn_layout<PRODUCT, TOKENS, BN, BK, STAGES, WARPS>> {
   float worth[WARPS][L::COLUMNS][L::RUNS]; /* of a multiple, in the slice at hand */
   drawn_y<L> y;
   drawn_line<L> line;
+  drawn_rows<L> rows;
   uint64_t weights_ready; /* the table's `weight` */
   few_range own;          /* octets of down */
   int32_t drawn;          /* units of down that warps have taken */
@@ -93,10 +115,10 @@ DEVICE int drawn_vector(int row, int vector)
 {
   return row * 4 + (vector ^ (row / 2 & 3));
 }
-/* A vector of a column: two columns are read at a time. */
-DEVICE int drawn_column_vector(int column, int vector)
+/* A vector of a column: two columns are read at a time, or four. */
+template <class L> DEVICE int drawn_column_vector(int column, int vector)
 {
-  return vector ^ (column & 1) << 2;
+  return L::BYTES ? vector ^ (column & 3) << 1 : vector ^ (column & 1) << 2;
 }
 
 /* One of the two products. */
