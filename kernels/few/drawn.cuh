@@ -1,8 +1,8 @@
 /*
- * drawn: the experts of several tokens, weights of 4 bits: few.cuh's one grid, another way.
+ * drawn: the experts of several tokens, weights with scales: few.cuh's one grid, another way.
  *
- *   drawn_layout.cuh   shapes, shared memory            drawn_products.cuh   columns in fixed point, products
- *   drawn_feed.cuh     units; what is asked for ahead
+ *   drawn_layout.cuh   shapes, shared memory            drawn_products.cuh   4 bits: columns in fixed point, products
+ *   drawn_feed.cuh     units; what is asked for ahead   drawn_bytes.cuh      8 bits: columns as codes, products
  *
  * Of weights of 4 bits an SM wants more of its instructions than of its copies, so all warps multiply. A unit is 32
  * weight rows of an expert, 16 gate and the same 16 up channels or 32 channels, by all of k; a part of its k is a
@@ -14,6 +14,10 @@
  * With each slice come the columns of its expert's tokens, up to four, as they lie in memory; the warp brings them into
  * fixed point in their place (device/fixed_point.cuh), as they are of use to no other. Their upper and lower bytes are
  * the mma's eight columns, so a lane has both sums of a token. An expert with more pairs is there again (table.cuh).
+ *
+ * Of weights of 8 bits a slice is 128 k, and the columns, up to eight, become codes: of groups of 128 k by themselves;
+ * of a scale a token once each CTA knows the largest size of the row, of x while the router runs, of h as soon as all
+ * of it is written. s8 is multiplied as it lies; e4m3 in f16, where a product of two codes is exact.
  */
 #ifndef CUMOE_DRAWN_CUH
 #define CUMOE_DRAWN_CUH

@@ -54,7 +54,7 @@ template <class L> DEVICE void prepare_rows_of_codes(const few_args &args, drawn
   if (early) measure_x<L>(args, smem);
 }
 
-/* All rows of h of a unit's expert, as soon as they are written, once a CTA: by the warps that want to multiply them. */
+/* All rows of h of a unit's expert, as soon as they are written, once a CTA: by warps that want to multiply them. */
 template <class L> DEVICE void measure_h(const few_args &args, drawn_smem<L> &smem, const drawn_unit &unit)
 {
   const gemm_args &g = args.down;

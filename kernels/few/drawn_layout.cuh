@@ -11,7 +11,7 @@ template <class PRODUCT> struct drawn_code_of<PRODUCT, true> {
   using type = few_code<typename PRODUCT::X, typename PRODUCT::W, typename PRODUCT::Y>;
 };
 
-/* A slice is BN weight rows by 128 bytes. A tile of 16 of them is an octet of gate and the same of up, or two octets. */
+/* A slice is BN weight rows by 128 bytes. A tile of 16 rows is an octet of gate and the same of up, or two octets. */
 template <class PRODUCT, int TOKENS_, int BN, int BK_, int STAGES_, int WARPS> struct drawn_layout {
   using layout = drawn_layout;
   using X = typename PRODUCT::X; /* what x and h are multiplied as */
