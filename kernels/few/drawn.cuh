@@ -15,9 +15,9 @@
  * fixed point in their place (device/fixed_point.cuh), as they are of use to no other. Their upper and lower bytes are
  * the mma's eight columns, so a lane has both sums of a token. An expert with more pairs is there again (table.cuh).
  *
- * Of weights of 8 bits a slice is 128 k, and the columns, up to eight, become codes: of groups of 128 k by themselves;
- * of a scale a token once each CTA knows the largest size of the row, of x while the router runs, of h as soon as all
- * of it is written. s8 is multiplied as it lies; e4m3 in f16, where a product of two codes is exact.
+ * Of weights of 8 bits columns become codes instead: of groups of 128 k by themselves; of a scale a token once each CTA
+ * knows the largest size of the row, of x while the router runs, of h as soon as all of it is written. s8 is multiplied
+ * as it lies; e4m3 in f16, where a product of two codes is exact.
  */
 #ifndef CUMOE_DRAWN_CUH
 #define CUMOE_DRAWN_CUH
@@ -29,18 +29,19 @@
 /* ---- units ---- */
 
 /* A tile of a unit, by the warp that has all of its sums: h to memory, y to shared memory. Lane l has rows l / 4 and
- * l / 4 + 8 of the tile, and so many tokens, of which it finishes one. */
+ * l / 4 + 8 of the tile, and token l % 4. */
 template <class P>
-DEVICE void finish_drawn(const few_args &args, drawn_smem<P> &smem, const drawn_unit &unit, int tile, int own,
-                         int first, const float (&sum)[2])
+DEVICE void finish_drawn(const few_args &args, drawn_smem<P> &smem, const drawn_unit &unit, int tile, int first,
+                         const float (&sum)[2])
 {
   using Y = typename P::Y;
   const gemm_args &g = P::DOWN ? args.down : args.up;
   const bool gated = !P::DOWN && g.gated;
   const int expert = smem.table.expert[unit.active], octet = unit.octet + (gated ? tile : 2 * tile),
             channel = octet * 8 + lane_id() / 4, end = P::DOWN ? smem.own.first + smem.own.count : g.n / 8;
-  const few_column column = smem.table.column[unit.active][lane_id() % 4 * P::OWN + own];
-  const int pair = column < 0 ? -1 : column_pair(column);
+  const int pair = smem.table.column[unit.active][lane_id() % 4] < 0
+                       ? -1
+                       : column_pair(smem.table.column[unit.active][lane_id() % 4]);
   if (octet >= end || pair < 0) return;
   float value[2][1], bias[2][1] = {};
 #pragma unroll
@@ -61,15 +62,14 @@ DEVICE void finish_drawn(const few_args &args, drawn_smem<P> &smem, const drawn_
 
 /* A warp's part of a unit of up. Whether it was the last one that was missing: then `sum` is the unit's, else zeros. A
  * place is had by one unit after the other; whoever waits for it waits for warps that wait for earlier ones alone. */
-template <class L>
-DEVICE bool add_up_parts(drawn_line<L> &line, const drawn_unit &unit, float (&sum)[L::TILES * L::OWN][2])
+template <class L> DEVICE bool add_up_parts(drawn_line<L> &line, const drawn_unit &unit, float (&sum)[L::TILES][2])
 {
   const int place = unit.number % L::AWAITED, turn = unit.number / L::AWAITED, lane = lane_id();
   volatile int32_t *turns = line.turn + place;
   while (*turns != turn) __nanosleep(FEW_POLL);
   __syncwarp();
 #pragma unroll
-  for (int t = 0; t < L::TILES * L::OWN; t++) {
+  for (int t = 0; t < L::TILES; t++) {
     line.sums[place][unit.part][t][lane] = make_float2(sum[t][0], sum[t][1]);
     sum[t][0] = sum[t][1] = 0.f;
   }
@@ -81,7 +81,7 @@ DEVICE bool add_up_parts(drawn_line<L> &line, const drawn_unit &unit, float (&su
 #pragma unroll 1
   for (int p = 0; p < line.parts; p++)
 #pragma unroll
-    for (int t = 0; t < L::TILES * L::OWN; t++) {
+    for (int t = 0; t < L::TILES; t++) {
       const float2 part = line.sums[place][p][t][lane];
       sum[t][0] += part.x, sum[t][1] += part.y;
     }
@@ -96,7 +96,7 @@ DEVICE bool add_up_parts(drawn_line<L> &line, const drawn_unit &unit, float (&su
 
 template <class L>
 DEVICE void multiply_drawn(const few_args &args, drawn_smem<L> &smem, const drawn_lane<L> &lane,
-                           const drawn_slice<L> &at, drawn_stage<L> &stage, float (&sum)[L::TILES * L::OWN][2])
+                           const drawn_slice<L> &at, drawn_stage<L> &stage, float (&sum)[L::TILES][2])
 {
   const gemm_args &g = at.unit.down ? args.down : args.up;
   float(&worth)[L::COLUMNS][L::RUNS] = smem.worth[warp_id()];
@@ -120,8 +120,7 @@ template <class L> DEVICE void consume_drawn(const few_args &args, drawn_smem<L>
 {
   const drawn_lane<L> lane;
   drawn_feed<L> feed(args, smem, lane, experts, first);
-  constexpr int SUMS = L::TILES * L::OWN;
-  float sum[SUMS][2] = {};
+  float sum[L::TILES][2] = {};
 #pragma unroll 1
   for (int i = -(L::STAGES - 1), stage = 0;; i++) { /* the first rounds only ask */
     if (i >= 0) cp_async_wait_group<L::STAGES - 2>();
@@ -139,15 +138,13 @@ template <class L> DEVICE void consume_drawn(const few_args &args, drawn_smem<L>
     if (!at.last) continue;
     if (!at.unit.down && smem.line.parts > 1 && !add_up_parts<L>(smem.line, at.unit, sum)) continue;
 #pragma unroll 1
-    for (int s = 0; s < SUMS; s++) { /* the same code: sums move up */
+    for (int t = 0; t < L::TILES; t++) { /* the same code: sums move up */
       if (at.unit.down)
-        finish_drawn<drawn_part<L, true>>(args, smem, at.unit, s / L::OWN, s % L::OWN, first, sum[0]);
+        finish_drawn<drawn_part<L, true>>(args, smem, at.unit, t, first, sum[0]);
       else
-        finish_drawn<drawn_part<L, false>>(args, smem, at.unit, s / L::OWN, s % L::OWN, first, sum[0]);
+        finish_drawn<drawn_part<L, false>>(args, smem, at.unit, t, first, sum[0]);
 #pragma unroll
-      for (int i = 0; i < SUMS; i++)
-#pragma unroll
-        for (int j = 0; j < 2; j++) sum[i][j] = i + 1 < SUMS ? sum[i + 1][j] : 0.f;
+      for (int j = 0; j < 2; j++) sum[0][j] = sum[L::TILES - 1][j], sum[L::TILES - 1][j] = 0.f;
     }
   }
 }

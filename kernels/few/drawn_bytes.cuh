@@ -87,8 +87,8 @@ template <class L> DEVICE uint32_t largest_of_row(const drawn_rows<L> &rows, boo
   return down ? rows.of_h[column_pair(column)] : rows.of_x[column_token(column)];
 }
 
-/* A slice's columns into codes, of e4m3 their values, which take as much room: each vector in its place. Of s8, 128
- * bytes for each column. Two at a time, by a warp. */
+/* A slice's columns into codes: of e4m3 their values, which take as much room, each vector in its place; of s8 256 bytes
+ * of each column, vectors of 16. By a warp: lane l has elements 8 l to 8 l + 7, 16 lanes have a run. */
 template <class L>
 DEVICE void arrange_bytes(const few_args &args, drawn_smem<L> &smem, const drawn_slice<L> &at, drawn_stage<L> &stage,
                           float (&worth)[L::COLUMNS][L::RUNS])
@@ -98,25 +98,23 @@ DEVICE void arrange_bytes(const few_args &args, drawn_smem<L> &smem, const drawn
   const gemm_args &g = at.unit.down ? args.down : args.up;
   const few_column *columns = smem.table.column[at.unit.active];
   const bool one = has_one_scale<L>(g);
-  const int vector = lane_id() % 16;
+  const int lane = lane_id();
   if (one && at.unit.down) measure_h<L>(args, smem, at.unit);
+  uint4 *row = stage.columns[0];
 #pragma unroll 1
-  for (int c = lane_id() / 16; c - lane_id() / 16 < at.unit.columns; c += 2) {
-    const bool there = c < at.unit.columns;
-    uint4 &place = stage.columns[c][drawn_column_vector<L>(c, vector)];
-    uint4 v = there ? place : make_uint4(0, 0, 0, 0);
-    if (at.unit.down) v = await_written<Y>(g, columns[c], at.slice * L::BK + vector * 8, v);
-    uint32_t most = largest_of<16>(v);
-    if (one) most = there ? largest_of_row<L>(smem.rows, at.unit.down, columns[c]) : 0;
+  for (int c = 0; c < at.unit.columns; c++, row += L::VECTORS) {
+    uint4 &place = row[drawn_column_vector(c, lane)], v = place;
+    if (at.unit.down) v = await_written<Y>(g, columns[c], at.slice * L::BK + lane * 8, v);
+    const uint32_t most = one ? largest_of_row<L>(smem.rows, at.unit.down, columns[c]) : largest_of<16>(v);
     const float scale = row_scale<X>(g.rows, unpack_pair<Y>(most).x);
     const uint2 codes = codes_of<L>(v, scale);
     if constexpr (same_type<X, e4m3>) {
       place = values_of(codes);
     } else {
       __syncwarp();
-      reinterpret_cast<uint2 *>(&stage.columns[c][vector / 2 ^ c])[vector % 2] = codes;
+      reinterpret_cast<uint2 *>(&row[lane / 2 ^ c])[lane % 2] = codes;
     }
-    if (vector == 0) worth[c][0] = scale;
+    if (lane % 16 == 0) worth[c][lane / 16] = scale;
   }
   __syncwarp();
 }
@@ -124,7 +122,7 @@ DEVICE void arrange_bytes(const few_args &args, drawn_smem<L> &smem, const drawn
 /* ---- products ---- */
 
 /* Word q = l % 4 of a vector of 16 codes is a lane's in rows l / 4 and l / 4 + 8, and the same four elements of column
- * l / 4. So lane l has the sums of columns 2 (l % 4) and the next in those rows. */
+ * l / 4, a token of which there are two columns. So lane l has the sums of token l % 4 in those rows, twice. */
 template <class L> struct drawn_bytes_reader : drawn_words<L> {
   const unsigned char *columns;
   uint32_t elements;
@@ -132,7 +130,7 @@ template <class L> struct drawn_bytes_reader : drawn_words<L> {
 
   DEVICE drawn_bytes_reader(const drawn_stage<L> &stage, const drawn_lane<L> &own, int count)
       : columns(reinterpret_cast<const unsigned char *>(stage.columns)), elements(own.elements),
-        there(lane_id() / 4 < count)
+        there(lane_id() / 8 < count)
   {
     this->codes = shared_address(&stage) + own.codes;
   }
@@ -180,26 +178,25 @@ DEVICE void multiply_vectors(const drawn_bytes_reader<L> &from, int v, uint32_t 
 template <class L>
 DEVICE void multiply_bytes(const drawn_stage<L> &stage, const drawn_lane<L> &lane,
                            const float (&worth)[L::COLUMNS][L::RUNS], const drawn_slice<L> &at, const expert_matrix &b,
-                           float (&sum)[L::TILES * L::OWN][2])
+                           float (&sum)[L::TILES][2])
 {
-  static_assert(L::COLUMNS == 8 && L::OWN == 2 && L::BK == 128, "a slice is what has one scale");
   const drawn_bytes_reader<L> from(stage, lane, at.unit.columns);
   const uint32_t bias = bias_of_codes<L>(b.offset);
-  typename L::CODE::SUM part[L::TILES][4] = {};
+  float own[L::TILES];
 #pragma unroll
-  for (int v = 0; v < 8; v += 2) multiply_vectors<L>(from, v, bias, part);
-  const int column = lane_id() % 4 * 2;
-  const float factor[2] = {worth[column][0], worth[column + 1][0]};
+  for (int t = 0; t < L::TILES; t++) own[t] = scale_value(at.scales[t][0], b.scale.dtype);
 #pragma unroll
-  for (int t = 0; t < L::TILES; t++) {
-    const float own = scale_value(at.scales[t][0], b.scale.dtype);
+  for (int run = 0; run < L::RUNS; run++) {
+    typename L::CODE::SUM part[L::TILES][4] = {};
 #pragma unroll
-    for (int o = 0; o < 2; o++) {
-      const float scale = __shfl_sync(ALL_LANES, own, o * 8 + lane_id() / 4);
+    for (int v = 0; v < 8; v += 2) multiply_vectors<L>(from, run * 8 + v, bias, part);
+    const float factor = worth[lane_id() % 4][run];
 #pragma unroll
-      for (int j = 0; j < 2; j++)
-        sum[t * 2 + j][o] = fmaf((float)part[t][j + 2 * o], scale * factor[j], sum[t * 2 + j][o]);
-    }
+    for (int t = 0; t < L::TILES; t++)
+#pragma unroll
+      for (int o = 0; o < 2; o++)
+        sum[t][o] = fmaf((float)part[t][2 * o],
+                         __shfl_sync(ALL_LANES, own[t], run * 16 + o * 8 + lane_id() / 4) * factor, sum[t][o]);
   }
 }
 

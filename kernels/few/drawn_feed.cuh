@@ -17,8 +17,8 @@ template <class L> struct drawn_slice {
   drawn_unit unit;
   int slice, last; /* last: of the unit */
   uint32_t scales[L::TILES]
-                 [2]; /* of row l % 16 of a tile and run l / 16, if there are two, as they lie: one, of mx4 four, of
-                                   which two may be apart */
+                 [2]; /* of row l % 16 of a tile and run l / 16, as they lie: one, of mx4 four, of which two may be
+                                   apart */
 };
 
 /* Where a lane's things lie in a stage, in bytes: what would be worked out anew with every slice is held. */
@@ -28,13 +28,12 @@ template <class L> struct drawn_lane {
 
   DEVICE drawn_lane()
   {
-    const uint32_t lane = lane_id(), column = lane / 4, q = lane % 4, octet = lane / 8 % 2 * L::LINES * WARP_SIZE,
-                   token = lane / 8;
+    const uint32_t lane = lane_id(), octet = lane / 8 % 2 * L::LINES * WARP_SIZE, token = lane / 8;
     uint4 all = make_uint4(drawn_vector(lane / 4, lane % 4) * 16, (octet + drawn_vector(lane % 8, lane / 16)) * 16,
-                           (token * L::VECTORS + drawn_column_vector<L>(token, lane % 4)) * 16 + lane / 4 % 2 * 8, 0);
+                           (token * L::VECTORS + drawn_column_vector(token, lane % 4)) * 16 + lane / 4 % 2 * 8, 0);
     if constexpr (L::BYTES)
-      all.z = column * L::VECTORS * 16 +
-              (same_type<typename L::CODE::M, s8> ? column * 16 + q * 4 : column % 4 * 32 + q * 8);
+      all.z = (token * L::VECTORS + (same_type<typename L::CODE::M, s8> ? token : drawn_column_vector(token, 0))) * 16 +
+              lane % 4 * (same_type<typename L::CODE::M, s8> ? 4 : 8);
     hold(all);
     copied = all.x, codes = all.y, elements = all.z;
   }
@@ -149,7 +148,8 @@ template <class L> struct drawn_feed {
     slice = 0, slices = ceil_div(g.k, L::BK), k = g.k;
     const int part_slices = at.down ? smem.y.each : smem.line.each;
     slice = at.part * part_slices, slices = min(slices, slice + part_slices);
-    at.columns = columns_of(smem.table.column[at.active]);
+    const uint2 columns = *reinterpret_cast<const uint2 *>(smem.table.column[at.active]);
+    at.columns = 1 + ((int)columns.x >= 0) + ((columns.y & 0x8000) == 0) + ((int)columns.y >= 0);
     codes[0] += slice * BYTES_K, codes[1] += slice * BYTES_K;
     row = column(g, smem.table.column[at.active][0]) + slice * L::BK + l * 8;
     locate_scales(g, gated);
@@ -190,38 +190,13 @@ template <class L> struct drawn_feed {
                      2 * t + o < octets ? 16 : 0, policy);
     }
     codes[0] += BYTES_K, codes[1] += BYTES_K;
-    if constexpr (L::BYTES) return copy_columns(columns_to, left);
     const int bytes = l * 8 < left ? 16 : 0;
     cp_async_cg_16(columns_to + l * 16, row, bytes);
 #pragma unroll 1
     for (int c = 1; c < at.columns; c++)
-      cp_async_cg_16(columns_to + (c * L::VECTORS + drawn_column_vector<L>(c, l)) * 16,
+      cp_async_cg_16(columns_to + (c * L::VECTORS + drawn_column_vector(c, l)) * 16,
                      column(gemm(), smem.table.column[at.active][c]) + slice * L::BK + l * 8, bytes);
     row += L::BK;
-  }
-
-  /* BYTES: two columns at a time. */
-  DEVICE void copy_columns(uint32_t to, int left)
-  {
-    const int vector = lane_id() % 16;
-#pragma unroll 1
-    for (int c = lane_id() / 16; c < at.columns; c += 2)
-      cp_async_cg_16(to + (c * L::VECTORS + drawn_column_vector<L>(c, vector)) * 16,
-                     column(gemm(), smem.table.column[at.active][c]) + slice * L::BK + vector * 8,
-                     vector * 8 < left ? 16 : 0);
-  }
-
-  /* There are some, then none. */
-  DEVICE static int columns_of(const few_column *all)
-  {
-    if constexpr (L::COLUMNS == 4) {
-      const uint2 columns = *reinterpret_cast<const uint2 *>(all);
-      return 1 + ((int)columns.x >= 0) + ((columns.y & 0x8000) == 0) + ((int)columns.y >= 0);
-    } else {
-      const uint4 columns = *reinterpret_cast<const uint4 *>(all);
-      const uint32_t NONE = 0x80008000;
-      return 8 - __popc(columns.x & NONE | (columns.y & NONE) >> 1 | (columns.z & NONE) >> 2 | (columns.w & NONE) >> 3);
-    }
   }
 
   /* A column's row of x or h. */
@@ -261,7 +236,7 @@ template <class L> struct drawn_feed {
   DEVICE void load_scales(uint32_t (&to)[L::TILES][2])
   {
     const scale_matrix &s = gemm().b.scale;
-    const int first_k = slice * L::BK + (L::RUNS == 1 ? 0 : lane_id() / 16 * 128), left = k - first_k,
+    const int first_k = slice * L::BK + lane_id() / 16 * 128, left = k - first_k,
               block = L::BYTES ? few_quotient(first_k + s.k_origin, s.block_k) : first_k + s.k_origin >> shift;
     const int64_t at_block = (int64_t)block * step_of_scales;
     if constexpr (!MX4) { /* of u4 blocks of a power of two, or one of all k */

@@ -11,7 +11,7 @@ template <class PRODUCT> struct drawn_code_of<PRODUCT, true> {
   using type = few_code<typename PRODUCT::X, typename PRODUCT::W, typename PRODUCT::Y>;
 };
 
-/* A slice is BN weight rows by 128 bytes. A tile of 16 rows is an octet of gate and the same of up, or two octets. */
+/* A slice is BN weight rows by 256 k. A tile of 16 rows is an octet of gate and the same of up, or two octets. */
 template <class PRODUCT, int TOKENS_, int BN, int BK_, int STAGES_, int WARPS> struct drawn_layout {
   using layout = drawn_layout;
   using X = typename PRODUCT::X; /* what x and h are multiplied as */
@@ -24,14 +24,14 @@ template <class PRODUCT, int TOKENS_, int BN, int BK_, int STAGES_, int WARPS> s
   static constexpr bool UP = true; /* the table has both */
   static constexpr bool ANSWERS = false;
   static constexpr int TOKENS = TOKENS_, PAIRS = FEW_PAIRS(TOKENS);
-  /* Of the mma's eight: fixed point has the upper and the lower bytes of each. A lane has sums of `OWN` tokens. */
-  static constexpr int COLUMNS = BYTES ? 8 : 4, OWN = COLUMNS / 4;
-  static constexpr int TILES = BN / 16, BK = BK_, STAGES = STAGES_, RUNS = BK / 128, VECTORS = BK / 8, LINES = 2;
-  static constexpr int SUMS = 4096; /* of down at a time */
+  static constexpr int COLUMNS = 4; /* of the mma's eight: upper and lower bytes of each, or each twice */
+  static constexpr int TILES = BN / 16, BK = BK_, STAGES = STAGES_, RUNS = BK / 128, VECTORS = BK / 8;
+  static constexpr int LINES = BK * BITS / 512; /* 64 bytes of a row */
+  static constexpr int SUMS = 4096;             /* of down at a time */
   /* Of up: parts of k of a unit; units that a CTA draws at once; draws that it knows; units whose parts are awaited. */
-  static constexpr int PARTS = 4, AT_ONCE = 2, TICKETS = 16, AWAITED = BYTES ? 8 : 12;
+  static constexpr int PARTS = 4, AT_ONCE = 2, TICKETS = 16, AWAITED = BYTES ? 10 : 12;
   static constexpr int THREADS = WARPS * WARP_SIZE, EPILOGUE = 0, WRITERS = WARPS; /* all write outputs */
-  static_assert(BK * BITS == LINES * 512 && THREADS >= PAIRS && TOKENS <= 32 && SUMS >= PAIRS * 32, "drawn_feed.cuh");
+  static_assert(BK == 256 && THREADS >= PAIRS && TOKENS <= 32 && SUMS >= PAIRS * 32, "drawn_feed.cuh");
 };
 
 template <class L> struct alignas(128) drawn_stage {
@@ -75,7 +75,7 @@ template <class L> struct drawn_line {
   int32_t items, parts, each;                  /* taken by warps; parts of a unit, slices of a part */
   int2 ticket[L::TICKETS];                     /* which draw, and what was drawn */
   int32_t count[L::AWAITED], turn[L::AWAITED]; /* parts that are there; units that had the place before */
-  float2 sums[L::AWAITED][L::PARTS][L::TILES * L::OWN][WARP_SIZE];
+  float2 sums[L::AWAITED][L::PARTS][L::TILES][WARP_SIZE];
 
   DEVICE void cut(int k)
   {
@@ -115,10 +115,10 @@ DEVICE int drawn_vector(int row, int vector)
 {
   return row * 4 + (vector ^ (row / 2 & 3));
 }
-/* A vector of a column: two columns are read at a time, or four. */
-template <class L> DEVICE int drawn_column_vector(int column, int vector)
+/* A vector of a column: two columns are read at a time. */
+DEVICE int drawn_column_vector(int column, int vector)
 {
-  return L::BYTES ? vector ^ (column & 3) << 1 : vector ^ (column & 1) << 2;
+  return vector ^ (column & 1) << 2;
 }
 
 /* One of the two products. */

@@ -41,7 +41,7 @@ DEVICE void arrange_columns(const gemm_args &g, const drawn_slice<L> &at, const 
   uint4 *row = stage.columns[0];
 #pragma unroll 1
   for (int c = 0; c < at.unit.columns; c++, row += L::VECTORS) {
-    uint4 &place = row[drawn_column_vector<L>(c, lane)], v = place;
+    uint4 &place = row[drawn_column_vector(c, lane)], v = place;
     if (at.unit.down) v = await_written<Y>(g, columns[c], at.slice * L::BK + lane * 8, v);
     uint32_t most = largest_of<16>(v);
     const float down = lift<Y>(v, most);
