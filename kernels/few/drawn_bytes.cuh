@@ -146,25 +146,25 @@ template <class L> struct drawn_bytes_reader : drawn_words<L> {
 };
 
 /* Vectors v and v + 1. */
-template <class L>
-DEVICE void multiply_vectors(const drawn_bytes_reader<L> &from, int v, uint32_t flip, int32_t (&part)[L::TILES][4])
+template <class L, int TILES>
+DEVICE void multiply_vectors(const drawn_bytes_reader<L> &from, int v, uint32_t flip, int32_t (&part)[TILES][4])
 {
   const uint32_t first = from.load_codes(v), second = from.load_codes(v + 1);
 #pragma unroll
-  for (int t = 0; t < L::TILES; t++) {
+  for (int t = 0; t < TILES; t++) {
     uint32_t words[4];
     from.load_words(t, v / 4, v / 2 % 2, words);
     mma_m16n8k32_s8(part[t], {words[0] ^ flip, words[1] ^ flip, words[2] ^ flip, words[3] ^ flip}, {first, second});
   }
 }
-template <class L>
-DEVICE void multiply_vectors(const drawn_bytes_reader<L> &from, int v, uint32_t bias, float (&part)[L::TILES][4])
+template <class L, int TILES>
+DEVICE void multiply_vectors(const drawn_bytes_reader<L> &from, int v, uint32_t bias, float (&part)[TILES][4])
 {
   using W = typename L::W;
   using M = typename L::CODE::M;
   const uint2 x[2] = {from.load_values(v), from.load_values(v + 1)};
 #pragma unroll
-  for (int t = 0; t < L::TILES; t++) {
+  for (int t = 0; t < TILES; t++) {
     uint32_t words[4];
     from.load_words(t, v / 4, v / 2 % 2, words);
 #pragma unroll
@@ -175,29 +175,42 @@ DEVICE void multiply_vectors(const drawn_bytes_reader<L> &from, int v, uint32_t 
   }
 }
 
+/* Of the first tiles. Runs go side by side: each is a chain of products. */
+template <class L, int TILES>
+DEVICE void multiply_tiles(const drawn_bytes_reader<L> &from, const float (&worth)[L::COLUMNS][L::RUNS],
+                           const drawn_slice<L> &at, const expert_matrix &b, float (&sum)[L::TILES][2])
+{
+  const uint32_t bias = bias_of_codes<L>(b.offset);
+  float own[TILES];
+  typename L::CODE::SUM part[L::RUNS][TILES][4] = {};
+#pragma unroll
+  for (int v = 0; v < 8; v += 2)
+#pragma unroll
+    for (int run = 0; run < L::RUNS; run++) multiply_vectors<L, TILES>(from, run * 8 + v, bias, part[run]);
+#pragma unroll
+  for (int t = 0; t < TILES; t++) own[t] = scale_value(at.scales[t][0], b.scale.dtype);
+#pragma unroll
+  for (int run = 0; run < L::RUNS; run++) {
+    const float factor = worth[lane_id() % 4][run];
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+      for (int o = 0; o < 2; o++)
+        sum[t][o] = fmaf((float)part[run][t][2 * o],
+                         __shfl_sync(ALL_LANES, own[t], run * 16 + o * 8 + lane_id() / 4) * factor, sum[t][o]);
+  }
+}
+
 template <class L>
 DEVICE void multiply_bytes(const drawn_stage<L> &stage, const drawn_lane<L> &lane,
                            const float (&worth)[L::COLUMNS][L::RUNS], const drawn_slice<L> &at, const expert_matrix &b,
                            float (&sum)[L::TILES][2])
 {
   const drawn_bytes_reader<L> from(stage, lane, at.unit.columns);
-  const uint32_t bias = bias_of_codes<L>(b.offset);
-  float own[L::TILES];
-#pragma unroll
-  for (int t = 0; t < L::TILES; t++) own[t] = scale_value(at.scales[t][0], b.scale.dtype);
-#pragma unroll
-  for (int run = 0; run < L::RUNS; run++) {
-    typename L::CODE::SUM part[L::TILES][4] = {};
-#pragma unroll
-    for (int v = 0; v < 8; v += 2) multiply_vectors<L>(from, run * 8 + v, bias, part);
-    const float factor = worth[lane_id() % 4][run];
-#pragma unroll
-    for (int t = 0; t < L::TILES; t++)
-#pragma unroll
-      for (int o = 0; o < 2; o++)
-        sum[t][o] = fmaf((float)part[t][2 * o],
-                         __shfl_sync(ALL_LANES, own[t], run * 16 + o * 8 + lane_id() / 4) * factor, sum[t][o]);
-  }
+  if (at.unit.tiles < L::TILES) /* down, where a CTA has few channels */
+    multiply_tiles<L, 1>(from, worth, at, b, sum);
+  else
+    multiply_tiles<L, L::TILES>(from, worth, at, b, sum);
 }
 
 #endif

@@ -9,6 +9,7 @@
 /* Up to BN weight rows of an active expert, which has so many columns. */
 struct drawn_unit {
   int active, octet, columns; /* active < 0: none is left */
+  int tiles;                  /* that have rows */
   int down, part, number;     /* part: of k; number: of up, of the CTA's */
 };
 
@@ -68,7 +69,7 @@ template <class L> struct drawn_feed {
   uint32_t routes;                        /* tokens whose routing the warp has to write, a bit each */
 
   DEVICE drawn_feed(const few_args &a, drawn_smem<L> &s, const drawn_lane<L> &l, int e, int octet)
-      : args(a), smem(s), lane(l), experts(e), first(octet), at{0, 0, 0, octet > s.own.first, 0, 0}, slice(0),
+      : args(a), smem(s), lane(l), experts(e), first(octet), at{0, 0, 0, 0, octet > s.own.first, 0, 0}, slice(0),
         slices(0), to(0), routes(0)
   {
   }
@@ -141,7 +142,7 @@ template <class L> struct drawn_feed {
     const int stride = (int)(g.b.n_stride * L::BITS / 8), l = lane_id(),
               end = at.down ? first + octets_of_down() : g.n / 8;
     const int64_t first_code = (int64_t)(at.octet * 8 + l / 4) * stride + l % 4 * 16;
-    octets = min(end - at.octet, step(gated)) * (gated ? 2 : 1);
+    octets = min(end - at.octet, step(gated)) * (gated ? 2 : 1), at.tiles = ceil_div(octets, 2);
     codes[0] = static_cast<const char *>(of.low) + first_code;
     codes[1] = gated ? static_cast<const char *>(of.high) + first_code : codes[0] + (int64_t)8 * stride;
     behind = (gated ? 8 : 16) * stride;
@@ -176,6 +177,17 @@ template <class L> struct drawn_feed {
 
   /* ---- slices ---- */
 
+  /* at(line): bytes from the lane's vector of line 0 to that of a line. */
+  template <class AT> DEVICE void copy_codes(uint32_t to, uint64_t policy, AT at) const
+  {
+#pragma unroll
+    for (int i = 0; i < L::TILES * 2 * L::LINES; i++) {
+      const int line = i % L::LINES, o = i / L::LINES % 2, t = i / L::LINES / 2;
+      const char *from = L::BYTES ? codes[o] + t * behind + at(line) : codes[o] + (t * behind + at(line));
+      cp_async_cg_16(to + i * (int)(WARP_SIZE * sizeof(uint4)), from, 2 * t + o < octets ? 16 : 0, policy);
+    }
+  }
+
   /* Past the end of a row its last vector again: there columns are 0. */
   DEVICE void copy()
   {
@@ -183,12 +195,10 @@ template <class L> struct drawn_feed {
     const uint64_t policy = evict_first_policy();
     const uint32_t codes_to = shared_address(&stage) + lane.copied, columns_to = shared_address(stage.columns);
     const int l = lane_id(), left = k - slice * L::BK, last = left * L::BITS / 8 - 16 - l % 4 * 16;
-#pragma unroll
-    for (int i = 0; i < L::TILES * 2 * L::LINES; i++) {
-      const int line = i % L::LINES, o = i / L::LINES % 2, t = i / L::LINES / 2;
-      cp_async_cg_16(codes_to + i * (int)(WARP_SIZE * sizeof(uint4)), codes[o] + (t * behind + min(line * 64, last)),
-                     2 * t + o < octets ? 16 : 0, policy);
-    }
+    if (!L::BYTES || left < L::BK)
+      copy_codes(codes_to, policy, [=](int line) { return min(line * 64, last); });
+    else
+      copy_codes(codes_to, policy, [](int line) { return line * 64; });
     codes[0] += BYTES_K, codes[1] += BYTES_K;
     const int bytes = l * 8 < left ? 16 : 0;
     cp_async_cg_16(columns_to + l * 16, row, bytes);

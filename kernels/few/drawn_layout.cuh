@@ -30,6 +30,7 @@ template <class PRODUCT, int TOKENS_, int BN, int BK_, int STAGES_, int WARPS> s
   static constexpr int SUMS = 4096;             /* of down at a time */
   /* Of up: parts of k of a unit; units that a CTA draws at once; draws that it knows; units whose parts are awaited. */
   static constexpr int PARTS = 4, AT_ONCE = 2, TICKETS = 16, AWAITED = BYTES ? 10 : 12;
+  static constexpr int LEAST = BYTES ? 4 : 1; /* slices of a part: what comes with a part is as long as two */
   static constexpr int THREADS = WARPS * WARP_SIZE, EPILOGUE = 0, WRITERS = WARPS; /* all write outputs */
   static_assert(BK == 256 && THREADS >= PAIRS && TOKENS <= 32 && SUMS >= PAIRS * 32, "drawn_feed.cuh");
 };
@@ -80,7 +81,7 @@ template <class L> struct drawn_line {
   DEVICE void cut(int k)
   {
     const int slices = ceil_div(k, (int)L::BK);
-    each = slices >= L::PARTS ? ceil_div(slices, (int)L::PARTS) : slices;
+    each = slices >= L::PARTS ? max(ceil_div(slices, (int)L::PARTS), (int)L::LEAST) : slices;
     parts = ceil_div(slices, each), items = 0;
   }
 };
