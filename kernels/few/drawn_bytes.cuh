@@ -87,8 +87,8 @@ template <class L> DEVICE uint32_t largest_of_row(const drawn_rows<L> &rows, boo
   return down ? rows.of_h[column_pair(column)] : rows.of_x[column_token(column)];
 }
 
-/* A slice's columns into codes: of e4m3 their values, which take as much room, each vector in its place; of s8 256 bytes
- * of each column, vectors of 16. By a warp: lane l has elements 8 l to 8 l + 7, 16 lanes have a run. */
+/* A slice's columns into codes: of e4m3 their values, which take as much room, each vector in its place; of s8 the
+ * first 256 bytes of each column, vectors of 16. By a warp: lane l has elements 8 l to 8 l + 7, 16 lanes have a run. */
 template <class L>
 DEVICE void arrange_bytes(const few_args &args, drawn_smem<L> &smem, const drawn_slice<L> &at, drawn_stage<L> &stage,
                           float (&worth)[L::COLUMNS][L::RUNS])
