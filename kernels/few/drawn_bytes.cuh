@@ -175,28 +175,26 @@ DEVICE void multiply_vectors(const drawn_bytes_reader<L> &from, int v, uint32_t 
   }
 }
 
-/* Of the first tiles. Runs go side by side: each is a chain of products. */
+/* Of the first tiles. */
 template <class L, int TILES>
 DEVICE void multiply_tiles(const drawn_bytes_reader<L> &from, const float (&worth)[L::COLUMNS][L::RUNS],
                            const drawn_slice<L> &at, const expert_matrix &b, float (&sum)[L::TILES][2])
 {
   const uint32_t bias = bias_of_codes<L>(b.offset);
   float own[TILES];
-  typename L::CODE::SUM part[L::RUNS][TILES][4] = {};
-#pragma unroll
-  for (int v = 0; v < 8; v += 2)
-#pragma unroll
-    for (int run = 0; run < L::RUNS; run++) multiply_vectors<L, TILES>(from, run * 8 + v, bias, part[run]);
 #pragma unroll
   for (int t = 0; t < TILES; t++) own[t] = scale_value(at.scales[t][0], b.scale.dtype);
 #pragma unroll
   for (int run = 0; run < L::RUNS; run++) {
+    typename L::CODE::SUM part[TILES][4] = {};
+#pragma unroll
+    for (int v = 0; v < 8; v += 2) multiply_vectors<L, TILES>(from, run * 8 + v, bias, part);
     const float factor = worth[lane_id() % 4][run];
 #pragma unroll
     for (int t = 0; t < TILES; t++)
 #pragma unroll
       for (int o = 0; o < 2; o++)
-        sum[t][o] = fmaf((float)part[run][t][2 * o],
+        sum[t][o] = fmaf((float)part[t][2 * o],
                          __shfl_sync(ALL_LANES, own[t], run * 16 + o * 8 + lane_id() / 4) * factor, sum[t][o]);
   }
 }

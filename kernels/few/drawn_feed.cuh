@@ -177,17 +177,6 @@ template <class L> struct drawn_feed {
 
   /* ---- slices ---- */
 
-  /* at(line): bytes from the lane's vector of line 0 to that of a line. */
-  template <class AT> DEVICE void copy_codes(uint32_t to, uint64_t policy, AT at) const
-  {
-#pragma unroll
-    for (int i = 0; i < L::TILES * 2 * L::LINES; i++) {
-      const int line = i % L::LINES, o = i / L::LINES % 2, t = i / L::LINES / 2;
-      const char *from = L::BYTES ? codes[o] + t * behind + at(line) : codes[o] + (t * behind + at(line));
-      cp_async_cg_16(to + i * (int)(WARP_SIZE * sizeof(uint4)), from, 2 * t + o < octets ? 16 : 0, policy);
-    }
-  }
-
   /* Past the end of a row its last vector again: there columns are 0. */
   DEVICE void copy()
   {
@@ -195,10 +184,13 @@ template <class L> struct drawn_feed {
     const uint64_t policy = evict_first_policy();
     const uint32_t codes_to = shared_address(&stage) + lane.copied, columns_to = shared_address(stage.columns);
     const int l = lane_id(), left = k - slice * L::BK, last = left * L::BITS / 8 - 16 - l % 4 * 16;
-    if (!L::BYTES || left < L::BK)
-      copy_codes(codes_to, policy, [=](int line) { return min(line * 64, last); });
-    else
-      copy_codes(codes_to, policy, [](int line) { return line * 64; });
+#pragma unroll
+    for (int i = 0; i < L::TILES * 2 * L::LINES; i++) {
+      const int line = i % L::LINES, o = i / L::LINES % 2, t = i / L::LINES / 2;
+      if (L::BYTES && t >= at.tiles) continue; /* nor is it multiplied */
+      cp_async_cg_16(codes_to + i * (int)(WARP_SIZE * sizeof(uint4)), codes[o] + (t * behind + min(line * 64, last)),
+                     2 * t + o < octets ? 16 : 0, policy);
+    }
     codes[0] += BYTES_K, codes[1] += BYTES_K;
     const int bytes = l * 8 < left ? 16 : 0;
     cp_async_cg_16(columns_to + l * 16, row, bytes);

@@ -27,12 +27,12 @@ template <class PRODUCT, int TOKENS_, int BN, int BK_, int STAGES_, int WARPS> s
   static constexpr int COLUMNS = 4; /* of the mma's eight: upper and lower bytes of each, or each twice */
   static constexpr int TILES = BN / 16, BK = BK_, STAGES = STAGES_, RUNS = BK / 128, VECTORS = BK / 8;
   static constexpr int LINES = BK * BITS / 512; /* 64 bytes of a row */
-  static constexpr int SUMS = 4096;             /* of down at a time */
+  static constexpr int SUMS = BYTES ? 2048 : 4096;             /* of down at a time */
   /* Of up: parts of k of a unit; units that a CTA draws at once; draws that it knows; units whose parts are awaited. */
-  static constexpr int PARTS = 4, AT_ONCE = 2, TICKETS = 16, AWAITED = BYTES ? 10 : 12;
-  static constexpr int LEAST = BYTES ? 4 : 1; /* slices of a part: what comes with a part is as long as two */
+  static constexpr int PARTS = 4, AT_ONCE = 2, TICKETS = 16, AWAITED = BYTES ? 5 : 12;
+  static constexpr int LEAST = BYTES ? 3 : 1; /* slices of a part: what comes with a part is as long as one or two */
   static constexpr int THREADS = WARPS * WARP_SIZE, EPILOGUE = 0, WRITERS = WARPS; /* all write outputs */
-  static_assert(BK == 256 && THREADS >= PAIRS && TOKENS <= 32 && SUMS >= PAIRS * 32, "drawn_feed.cuh");
+  static_assert(BK == 256 && THREADS >= PAIRS && TOKENS <= 32 && SUMS >= PAIRS * 16, "drawn_feed.cuh");
 };
 
 template <class L> struct alignas(128) drawn_stage {
@@ -62,7 +62,7 @@ template <class L> struct drawn_y {
   /* Parts of at least three slices, so that each warp has two units; they do not depend on which experts are active. */
   DEVICE void cut(int k, int own, int pairs, int experts)
   {
-    octets = pairs * 64 <= (int)L::SUMS ? 8 : 4, part = pairs * octets * 8;
+    octets = pairs * 64 <= (int)L::SUMS ? 8 : pairs * 32 <= (int)L::SUMS ? 4 : 2, part = pairs * octets * 8;
     const int slices = ceil_div(k, (int)L::BK),
               units = min(pairs, experts) * ceil_div(max(min(own, octets), 1), 2 * L::TILES),
               most = max(min(slices / 3, (int)L::SUMS / part), 1);
