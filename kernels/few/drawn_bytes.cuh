@@ -9,7 +9,8 @@
 
 enum { DRAWN_CHUNK = 4 * FEW_CHUNK }; /* elements: a warp's, all asked for at once */
 
-template <class L> DEVICE uint32_t largest_of_chunk(const typename L::Y *row, int first, int end)
+/* H: as soon as it is written; x may have anything in it. */
+template <class L, bool H> DEVICE uint32_t largest_of_chunk(const typename L::Y *row, int first, int end)
 {
   uint4 v[DRAWN_CHUNK / FEW_CHUNK];
   uint32_t most = 0;
@@ -20,7 +21,7 @@ template <class L> DEVICE uint32_t largest_of_chunk(const typename L::Y *row, in
   }
 #pragma unroll
   for (int i = 0; i < DRAWN_CHUNK / FEW_CHUNK; i++) {
-    while (is_unwritten(v[i])) {
+    while (H && is_unwritten(v[i])) {
       __nanosleep(FEW_POLL);
       v[i] = load_relaxed_vector(row + first + i * FEW_CHUNK + lane_id() * 8);
     }
@@ -40,7 +41,7 @@ template <class L> DEVICE void measure_x(const few_args &args, drawn_smem<L> &sm
   for (int item = warp_id(); item < items; item += L::THREADS / WARP_SIZE) {
     const int token = item / chunks;
     const typename L::Y *row = static_cast<const typename L::Y *>(g.a) + token * g.a_ld;
-    const uint32_t most = largest_of_chunk<L>(row, item % chunks * DRAWN_CHUNK, g.k);
+    const uint32_t most = largest_of_chunk<L, false>(row, item % chunks * DRAWN_CHUNK, g.k);
     if (lane_id() == 0) atomicMax(&smem.rows.of_x[token], most);
   }
 }
@@ -66,7 +67,7 @@ template <class L> DEVICE void measure_h(const few_args &args, drawn_smem<L> &sm
     if (item >= items) break;
     const int pair = column_pair(smem.table.column[unit.active][item / chunks]);
     const typename L::Y *row = static_cast<const typename L::Y *>(g.a) + pair * g.a_ld;
-    const uint32_t most = largest_of_chunk<L>(row, item % chunks * DRAWN_CHUNK, g.k);
+    const uint32_t most = largest_of_chunk<L, true>(row, item % chunks * DRAWN_CHUNK, g.k);
     if (lane_id() == 0) {
       atomicMax(&smem.rows.of_h[pair], most);
       __threadfence_block();

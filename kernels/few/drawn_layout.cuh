@@ -26,8 +26,8 @@ template <class PRODUCT, int TOKENS_, int BN, int BK_, int STAGES_, int WARPS> s
   static constexpr int TOKENS = TOKENS_, PAIRS = FEW_PAIRS(TOKENS);
   static constexpr int COLUMNS = 4; /* of the mma's eight: upper and lower bytes of each, or each twice */
   static constexpr int TILES = BN / 16, BK = BK_, STAGES = STAGES_, RUNS = BK / 128, VECTORS = BK / 8;
-  static constexpr int LINES = BK * BITS / 512; /* 64 bytes of a row */
-  static constexpr int SUMS = BYTES ? 2048 : 4096;             /* of down at a time */
+  static constexpr int LINES = BK * BITS / 512;    /* 64 bytes of a row */
+  static constexpr int SUMS = BYTES ? 2048 : 4096; /* of down at a time */
   /* Of up: parts of k of a unit; units that a CTA draws at once; draws that it knows; units whose parts are awaited. */
   static constexpr int PARTS = 4, AT_ONCE = 2, TICKETS = 16, AWAITED = BYTES ? 5 : 12;
   static constexpr int LEAST = BYTES ? 3 : 1; /* slices of a part: what comes with a part is as long as one or two */
