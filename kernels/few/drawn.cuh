@@ -159,7 +159,7 @@ template <class L> DEVICE void drawn_gemm(const few_args &args, drawn_smem<L> &s
     smem.zeros[0] = make_uint4(0, 0, 0, 0);
   }
   if (threadIdx.x < L::AWAITED) smem.line.count[threadIdx.x] = smem.line.turn[threadIdx.x] = 0;
-  if (threadIdx.x < L::TICKETS) smem.line.ticket[threadIdx.x].x = -1;
+  if (threadIdx.x < L::TICKETS) smem.line.ticket[threadIdx.x].x = -1, smem.line.read[threadIdx.x] = 0;
   if (threadIdx.x == WARP_SIZE) smem.line.cut(args.up.k);
   wait_for_earlier_grids();
   __syncthreads();
