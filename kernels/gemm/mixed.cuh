@@ -75,7 +75,7 @@ template <class S, class SCALES>
 DEVICE void multiply_twins(const gemm_args &args, mixed_smem<S> &smem, pipeline_state<S::STAGES> &at, int slot,
                            SCALES &scales, float (&sums)[S::BLOCKS][S::ACCUMULATORS]);
 template <class S> DEVICE bool twin_scale_is_absent(int code);
-DEVICE float twin_element(const gemm_args &args, int32_t source, int k);
+template <class S> DEVICE float twin_element(const gemm_args &args, int32_t source, int k);
 
 template <class S, int N, class SCALES>
 DEVICE void multiply_fixed(const gemm_args &args, mixed_smem<S> &smem, pipeline_state<S::STAGES> &at, int rows,
@@ -573,10 +573,7 @@ DEVICE void multiply(const gemm_args &args, mixed_smem<S> &smem, pipeline_state<
   multiply_n<S, N>(args, smem, at, rows, scales, sums);
 }
 
-/* A warp's outputs, as warpgroup_tile.cuh has them: 16 * BLOCKS weight rows. */
-template <class S> using outputs = float[S::BLOCKS][S::ACCUMULATORS];
-
-/* ---- scales that products lack: any number, of the few weights that are beyond what a model trains ---- */
+/* ---- scales that products lack ---- */
 
 /* Whether products of the form leave a weight's scale out. */
 template <class S> DEVICE bool lacks_scale(int code)
@@ -590,7 +587,7 @@ template <class S> DEVICE bool lacks_scale(int code)
 template <class S> DEVICE float element_of_row(const gemm_args &args, int32_t source, int k)
 {
   if constexpr (S::TWIN)
-    if (args.a_scale) return twin_element(args, source, k);
+    if (args.a_scale) return twin_element<S>(args, source, k);
   return to_f32(static_cast<const typename S::X *>(args.a)[source * args.a_ld + k]);
 }
 

@@ -369,7 +369,7 @@ template <class S> DEVICE bool twin_scale_is_absent(int code)
 }
 
 /* Element k of a row that a launch ahead has made ready. */
-DEVICE float twin_element(const gemm_args &args, int32_t source, int k)
+template <class S> DEVICE float twin_element(const gemm_args &args, int32_t source, int k)
 {
   const int slab = k / FIXED_GROUP, first = slab * FIXED_GROUP, bytes = min(args.k - first, (int)FIXED_GROUP);
   const uint8_t *code = static_cast<const uint8_t *>(args.a) + (source * args.a_ld + first) * 2 +
