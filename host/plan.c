@@ -371,7 +371,7 @@ static void add_quantize(const layer *l, layer_plan *p, stage at, const op_shape
 static void add_fixed(const layer *l, layer_plan *p, stage at, const op_shape *gemm, int64_t rows)
 {
   const variant *v = row_of(p, gemm->op == OP_up ? STAGE_up : STAGE_down);
-  if (!v || v->form != FORM_fixed || gemm->rows > fixed_most(l->d) || p->steps[at].row >= 0) return;
+  if (!v || v->form != FORM_fixed || !gemm->made_ahead || p->steps[at].row >= 0) return;
   const bool twins = v->format == FORMAT_mx4; /* whatever the rows are: its producers have no time for it */
   if (!twins && (double)expected_rows(gemm) < limit_of(l->m, LIMIT_fixed_rows, gemm->format)) return;
   const op_shape s = {.op = OP_quantize,
