@@ -386,8 +386,7 @@ static void add_fixed(const layer *l, layer_plan *p, stage at, const op_shape *g
 
 bool scales_suit_codes(const expert_matrix *up, bool two)
 {
-  return scale_of_blocks(&up->scale, 0, CODES_K, CODES_CHANNELS) &&
-         (!two || scale_of_blocks(&up->scale, 1, CODES_K, CODES_CHANNELS));
+  return scales_of_blocks(&up->scale, two, CODES_K, CODES_CHANNELS);
 }
 
 /* Whether up makes the codes of h that down multiplies. A unit has 128 channels of its rows: a group of them, or less
