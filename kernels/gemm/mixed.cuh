@@ -209,10 +209,7 @@ template <class S> struct mixed_rows {
   {
     const tile_unit unit = smem.units[slot];
     const int r = (int)tid_x() - (S::APART ? S::GROUP : 0);
-    if (r >= unit.rows) return;
-    const int32_t source = known_source(args, unit.row + r);
-    smem.sources[slot % 2][r] = source;
-    if (source < 0) report_fault_inline(args.fault, FAULT_ROUTE, 0, args.row_pair[unit.row + r]);
+    if (r < unit.rows) smem.sources[slot % 2][r] = reported_source(args, unit, r);
   }
 
   DEVICE static void load(const gemm_args &args, const mixed_smem<S> &smem, int slot, int rows, int octet, int k0,
