@@ -109,26 +109,35 @@ template <class S> DEVICE int code_offset(int row, int vector)
 static constexpr uint64_t EVICT_FIRST = 0x12f0000000000000; /* as createpolicy makes it */
 
 /* A thread's weight rows of a tile. */
-template <class S> struct mixed_weights {
+template <class S> struct tile_codes {
   const char *origin[2]; /* of its first rows in the first and second eight of a granule */
   int64_t step;          /* bytes from a granule to the next */
   int left;              /* weight rows of the tile */
+
+  /* row: the first one's in its eight; lane: which 16 bytes of it. */
+  DEVICE void set_unit(const gemm_args &args, const tile_unit &unit, bool gated, int row, int lane)
+  {
+    const int64_t stride = args.b.n_stride * S::BITS / 8;
+    const int channel = unit.n * granule_channels<S>(args) + row;
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+      origin[h] =
+          code_base(args.b, gated ? h : 0, unit.expert, S::BITS) + (channel + (gated ? 0 : 8 * h)) * stride + lane * 16;
+    step = (gated ? 8 : 16) * stride;
+    left = (unit.end - unit.n) * S::GRANULE;
+    if (!gated) left = min(left, args.n - unit.n * S::GRANULE);
+  }
+};
+
+template <class S> struct mixed_weights : tile_codes<S> {
+  using tile_codes<S>::origin, tile_codes<S>::step, tile_codes<S>::left;
 
   DEVICE static int lane() { return (int)tid_x() % S::LANES; }
   DEVICE static int row() { return (int)tid_x() / S::LANES; }
 
   DEVICE void set_unit(const gemm_args &args, const tile_unit &unit)
   {
-    const bool gated = S::gated(args);
-    const int64_t stride = args.b.n_stride * S::BITS / 8;
-    const int channel = unit.n * granule_channels<S>(args) + row() % 8;
-#pragma unroll
-    for (int h = 0; h < 2; h++)
-      origin[h] = code_base(args.b, gated ? h : 0, unit.expert, S::BITS) + (channel + (gated ? 0 : 8 * h)) * stride +
-                  lane() * 16;
-    step = (gated ? 8 : 16) * stride;
-    left = (unit.end - unit.n) * S::GRANULE;
-    if (!gated) left = min(left, args.n - unit.n * S::GRANULE);
+    tile_codes<S>::set_unit(args, unit, S::gated(args), row() % 8, lane());
   }
 
   /* Of k0 and on; channels come in octets. PASS 8: a thread's rows are of both eights in turn; 16: of one. */
