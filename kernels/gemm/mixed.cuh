@@ -604,37 +604,18 @@ template <class S> DEVICE float absent_products(const gemm_args &args, const til
   const int channel = gated ? (unit.n + row / 16) * 8 + row % 8 : unit.n * 16 + row;
   const char *codes = code_base(args.b, gated ? row / 8 % 2 : 0, unit.expert, S::BITS) +
                       min(channel, args.n - 1) * args.b.n_stride * S::BITS / 8;
-  const uint8_t *scales = scales_of_row<S>(args, unit, row);
-  constexpr int RUN = operand<typename S::W>::K_PER_SCALE;
-  float sum = 0.f;
-#pragma unroll 1
-  for (int k0 = 0; k0 < args.k && source >= 0; k0 += RUN) {
-    const int code = scales[k0 / RUN * args.b.scale.k_stride];
-    if (!lacks_scale<S>(code)) continue;
-    float part = 0.f;
-#pragma unroll 1
-    for (int k = k0; k < k0 + RUN; k++)
-      part += e2m1_to_f32((uint32_t)codes[k / 2] >> k % 2 * 4 & 15) * element_of_row<S>(args, source, k);
-    sum += part * (same_type<typename S::W, nv4> ? e4m3_to_f32(code) : e8m0_to_f32(code));
-  }
-  return sum;
+  if (source < 0) return 0.f;
+  return absent_sum<typename S::W>(
+      codes, scales_of_row<S>(args, unit, row), args.b.scale.k_stride, args.k,
+      [](int code) { return lacks_scale<S>(code); }, [&](int k) { return element_of_row<S>(args, source, k); });
 }
 
-/* A thread's outputs are of its row in each octet and of tokens 8 j + 2 (lane % 4) + t. */
 template <class S> DEVICE void add_absent(const gemm_args &args, const tile_unit &unit, warp_sums<S> &acc)
 {
-#pragma unroll 1
-  for (int i = 0; i < ceil_div(unit.rows, 8) * 2 * S::OCTETS; i++) {
-    const int octet = i % S::OCTETS, t = i / S::OCTETS % 2, j = i / S::OCTETS / 2,
-              token = j * 8 + (int)(tid_x() % WARP_SIZE) % 4 * 2 + t;
-    const float part = absent_products<S>(args, unit, lane_row<S>() + octet * 8,
-                                          token < unit.rows ? known_source(args, unit.row + token) : -1);
-#pragma unroll
-    for (int block = 0; block < S::BLOCKS; block++)
-#pragma unroll
-      for (int a = 0; a < S::ACCUMULATORS; a++)
-        if (octet == block + a / 2 % 2 * S::BLOCKS && j == a / 4 && t == a % 2) acc[block][a] += part;
-  }
+  add_absent_parts<S>(unit.rows, acc, [&](int octet, int token) {
+    return absent_products<S>(args, unit, lane_row<S>() + octet * 8,
+                              token < unit.rows ? known_source(args, unit.row + token) : -1);
+  });
 }
 
 /* What is left of the weights' scale multiplies sums. In a gated tile even octets are of one half, odd ones of the
