@@ -36,8 +36,8 @@ template <class L> struct drawn_lane {
   }
 };
 
-/* Units of up for the CTA, AT_ONCE of them. By one thread, when all who wanted the ticket that had the place before have
- * read it: they know it by now, so they wait for nobody. */
+/* Units of up for the CTA, AT_ONCE of them. By one thread, when all who wanted the ticket that had the place before
+ * have read it: it is known by now, so they wait for nobody. */
 template <class L> DEVICE void draw_ticket(const few_args &args, drawn_smem<L> &smem, int draw, bool more)
 {
   volatile int2 *known = smem.line.ticket + draw % L::TICKETS;

@@ -5,8 +5,8 @@
 
 #include "gemm/weight_factors.cuh"
 
-/* Of a weight row's codes, whose scales are `step` bytes apart, and one row of A, in f32: of the scales that lacks(code)
- * says are left out; element(k) is A's. */
+/* Of a weight row's codes, whose scales are `step` bytes apart, and one row of A, in f32: of the scales that
+ * lacks(code) says are left out; element(k) is A's. */
 template <class W, class LACKS, class ELEMENT>
 DEVICE float absent_sum(const char *codes, const uint8_t *scales, int64_t step, int count, LACKS lacks, ELEMENT element)
 {
