@@ -49,7 +49,8 @@ def print_format(name, layers):
     every = [row for cells_of in layers.values() for row in cells_of.values()]
     print(f"{name}: {reached(every, 'goal_us')} goals met, ahead of the peer in {reached(every, 'peer_us')} cells; "
           f"geometric means over time: goal {mean(ratio(r, 'goal_us') for r in every)}, peer "
-          f"{mean(ratio(r, 'peer_us') for r in every)}, bf16 {mean(ratio(r, 'bf16_us') for r in every)}; goal by tokens "
+          f"{mean(ratio(r, 'peer_us') for r in every)}, bf16 {mean(ratio(r, 'bf16_us') for r in every)}; goal by "
+          "tokens "
           + ", ".join(mean(ratio(of[t], "goal_us") for of in layers.values() if t in of) for t in tokens) + "\n")
     print(line(f"{name}, tokens", map(str, tokens)))
     print("|---|" + "--:|" * len(tokens))

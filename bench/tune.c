@@ -358,15 +358,24 @@ typedef struct trial {
   const char *name, *models;
   double values[8]; /* 0 ends them */
   int64_t tokens[8];
+  const char *weights; /* classes that it is for; NULL: all */
 } trial;
 
 static const trial trials[] = {
-    {"few_bytes", LARGE, {1, 24e6, 48e6, 67e6, 95e6, 134e6, 190e6, 270e6}, {1, 4, 8, 12, 16, 20, 24, 32}},
-    {"few_many_rows", "mixtral-8x7b olmoe", {1, 2, 3, 4, 6, 8}, {12, 16, 20, 24, 32}},
-    {"copy_rows", "mixtral-8x7b gpt-oss-120b", {33, 65, 97, 129, 193, 257}, {512, 1024, 2048, 4096}},
-    {"narrow_copy_rows", "qwen3-30b-a3b qwen3-235b-a22b", {65, 97, 129, 161, 225, 289}, {1024, 2048, 4096}},
-    {"discard", "qwen3-30b-a3b gpt-oss-120b", {1, 20 << 20, 40 << 20, 80 << 20, 160 << 20}, {128, 512, 1024, 2048}},
-    {"combine_early", "qwen3-30b-a3b", {1, 16, 32, 64, 128, 256}, {16, 32, 64, 128, 256}},
+    {"few_bytes", LARGE, {1, 24e6, 48e6, 67e6, 95e6, 134e6, 190e6, 270e6}, {1, 4, 8, 12, 16, 20, 24, 32}, NULL},
+    {"few_drawn_rows", LARGE, {1, 2, 3, 4}, {4, 6, 8, 12, 16}, "w4"},
+    {"few_drawn", LARGE, {1, 2, 4, 8, 12, 16}, {2, 3, 4, 6, 8, 10, 12, 16}, "w4"},
+    {"few_drawn_e2m1", LARGE, {1, 1e8, 2e8, 320e6, 5e8, 8e8, 2e9}, {2, 3, 4, 5, 6, 8}, "w4"},
+    {"twin_weights", LARGE, {1, 300e6, 600e6, 1e9, 1e12}, {24, 32, 96, 128, 192, 256}, "w4"},
+    {"few_many_rows", "mixtral-8x7b olmoe", {1, 2, 3, 4, 6, 8}, {12, 16, 20, 24, 32}, NULL},
+    {"copy_rows", "mixtral-8x7b gpt-oss-120b", {33, 65, 97, 129, 193, 257}, {512, 1024, 2048, 4096}, NULL},
+    {"narrow_copy_rows", "qwen3-30b-a3b qwen3-235b-a22b", {65, 97, 129, 161, 225, 289}, {1024, 2048, 4096}, NULL},
+    {"discard",
+     "qwen3-30b-a3b gpt-oss-120b",
+     {1, 20 << 20, 40 << 20, 80 << 20, 160 << 20},
+     {128, 512, 1024, 2048},
+     NULL},
+    {"combine_early", "qwen3-30b-a3b", {1, 16, 32, 64, 128, 256}, {16, 32, 64, 128, 256}, NULL},
 };
 enum { TRIALS = sizeof trials / sizeof *trials, VALUES = sizeof trials[0].values / sizeof(double) };
 
@@ -504,7 +513,7 @@ static cumoe_status tune_limits(bench *b, const wishes *w)
   set_types(b, &dense);
   for (int c = 0; c < WEIGHTS_CLASSES && wished(w->ops, "limits"); ++c)
     for (int32_t i = 0; i < TRIALS && c != WEIGHTS_f32 && wished(w->weights, class_names[c]); ++i)
-      TRY(tune_limit(b, &trials[i], (weights_class)c, w->models));
+      if (wished(trials[i].weights, class_names[c])) TRY(tune_limit(b, &trials[i], (weights_class)c, w->models));
   return print_limits(b);
 }
 

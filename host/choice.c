@@ -221,10 +221,15 @@ static bool is_for_fewer(const variant *v, const op_shape *s)
          expected_rows(s) > GRADIENT_FEW;
 }
 
-/* Codes of two made by the kernel's own producers take longer than another kernel. */
-static bool waits_for_rows(const variant *v, const op_shape *s)
+/* Rows as two codes each. Made by the kernel's own producers they take longer than another kernel; so do the launches
+ * ahead where there are few weights, of more rows than share a wgmma's columns with their rests (gemm/twin.cuh). */
+enum { TWIN_SHARED = 4 };
+
+static bool is_behind(const machine *m, const variant *v, const op_shape *s)
 {
-  return v->op != OP_quantize && v->form == FORM_fixed && v->format == FORMAT_mx4 && !s->made_ahead;
+  if (v->op == OP_quantize || v->form != FORM_fixed || v->format != FORMAT_mx4) return false;
+  const double weights = (double)s->experts * (double)s->n * (double)s->k;
+  return !s->made_ahead || (expected_rows(s) > TWIN_SHARED && weights < limit_of(m, LIMIT_twin_weights, s->format));
 }
 
 /* The first of the operation's rows that serves the shape, and is the line's, if there is one. */
@@ -233,7 +238,7 @@ static int32_t find_row(const machine *m, const op_shape *s, const tune_line *li
   for (int16_t i = m->rows_begin[s->op]; i < m->rows_begin[s->op + 1]; ++i) {
     const variant *v = &variants[m->rows[i]];
     if (line && (v->form != line->form || v->bm != line->bm || v->bn != line->bn)) continue;
-    if (serves(v, s) && !is_for_fewer(v, s) && !waits_for_rows(v, s)) return m->rows[i];
+    if (serves(v, s) && !is_for_fewer(v, s) && !is_behind(m, v, s)) return m->rows[i];
   }
   return -1;
 }

@@ -210,13 +210,18 @@ static double limit(const layer *l, limit_name name)
  * some size. */
 enum { FEW_CHANNELS = 8 };
 
+/* Bytes of weights that a layer reads. */
+static double bytes_of_weights(const op_shape *up)
+{
+  return 3. * format_bits(up->format) / 8 * expected_active(up) * (double)up->n * (double)up->k;
+}
+
 static bool few_pays(const layer *l, const op_shape *up, const op_shape *down)
 {
   const cumoe_moe_desc *d = l->d;
   const int64_t tokens = expected_tokens(l);
   const int64_t runs = ceil_div(d->hidden, FEW_CHANNELS), places = ceil_div(runs, l->m->sms) * l->m->sms;
   const double idle = (double)(places - runs) / (double)places;
-  const double weights = 3. * format_bits(up->format) / 8 * expected_active(up) * (double)up->n * (double)up->k;
   if (d->inter < limit(l, LIMIT_few_inter)) return false;
   if (tokens > 1 && idle > limit(l, LIMIT_few_idle)) return false;
   const bool many = (double)tokens >= limit(l, LIMIT_few_many);
@@ -224,7 +229,7 @@ static bool few_pays(const layer *l, const op_shape *up, const op_shape *down)
     return false;
   const bool n_major = up->major == MAJOR_N || down->major == MAJOR_N;
   const double loss = limit(l, n_major ? LIMIT_few_loss_n_major : LIMIT_few_loss) + idle / 3;
-  return weights * loss <= limit(l, LIMIT_few_bytes);
+  return bytes_of_weights(up) * loss <= limit(l, LIMIT_few_bytes);
 }
 
 /* Weights are read once for each FEW_COLUMNS rows of an expert. */
@@ -235,11 +240,13 @@ static bool dealt_pays(const layer *l, const op_shape *up)
   return (double)up->tokens < limit(l, LIMIT_few_many) || (double)expected_rows(up) <= limit(l, LIMIT_few_many_rows);
 }
 
-/* Two launches instead of seven, and weights at their full rate; but rows become what is multiplied with every unit. */
+/* Two launches instead of seven, and weights at their full rate; but rows become what is multiplied with every unit. Of
+ * mx4 each weight takes twice the instructions, for every token: where both are few. */
 static bool drawn_pays(const layer *l, const op_shape *up)
 {
-  const double most = limit(l, up->format == FORMAT_mx4 ? LIMIT_few_drawn_e2m1 : LIMIT_few_drawn);
-  if ((double)up->tokens > most || limit(l, LIMIT_few_drawn) == 0) return false;
+  const double tokens = (double)up->tokens;
+  if (tokens > limit(l, LIMIT_few_drawn)) return false;
+  if (up->format == FORMAT_mx4 && bytes_of_weights(up) * tokens > limit(l, LIMIT_few_drawn_e2m1)) return false;
   return l->d->inter >= limit(l, LIMIT_few_inter) && (double)expected_rows(up) <= limit(l, LIMIT_few_drawn_rows);
 }
 
@@ -371,7 +378,7 @@ static void add_quantize(const layer *l, layer_plan *p, stage at, const op_shape
 static void add_fixed(const layer *l, layer_plan *p, stage at, const op_shape *gemm, int64_t rows)
 {
   const variant *v = row_of(p, gemm->op == OP_up ? STAGE_up : STAGE_down);
-  if (!v || v->form != FORM_fixed || gemm->rows > fixed_most(l->d) || p->steps[at].row >= 0) return;
+  if (!v || v->form != FORM_fixed || !gemm->made_ahead || p->steps[at].row >= 0) return;
   const bool twins = v->format == FORMAT_mx4; /* whatever the rows are: its producers have no time for it */
   if (!twins && (double)expected_rows(gemm) < limit_of(l->m, LIMIT_fixed_rows, gemm->format)) return;
   const op_shape s = {.op = OP_quantize,
@@ -386,8 +393,7 @@ static void add_fixed(const layer *l, layer_plan *p, stage at, const op_shape *g
 
 bool scales_suit_codes(const expert_matrix *up, bool two)
 {
-  return scale_of_blocks(&up->scale, 0, CODES_K, CODES_CHANNELS) &&
-         (!two || scale_of_blocks(&up->scale, 1, CODES_K, CODES_CHANNELS));
+  return scales_of_blocks(&up->scale, two, CODES_K, CODES_CHANNELS);
 }
 
 /* Whether up makes the codes of h that down multiplies. A unit has 128 channels of its rows: a group of them, or less

@@ -32,6 +32,12 @@ EXACT int32_t scale_of_blocks(const scale_matrix *s, int32_t half, int32_t block
   return s->block_k == block_k && (s->n_stride == 0 || (s->block_n | s->n_origin[half]) % channels == 0);
 }
 
+/* Likewise in both halves, or in the only one. */
+EXACT int32_t scales_of_blocks(const scale_matrix *s, int32_t two, int32_t block_k, int32_t channels)
+{
+  return scale_of_blocks(s, 0, block_k, channels) && (!two || scale_of_blocks(s, 1, block_k, channels));
+}
+
 /* Bytes differ by type, so this is a pointer to none. */
 EXACT const void *scale_base(const scale_matrix *s, int32_t half, int64_t expert)
 {

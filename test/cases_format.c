@@ -703,6 +703,18 @@ static layer_spec spec_around(rng *r, const cumoe_variant_info *row, cumoe_forma
   return s;
 }
 
+/* More draws by each of an H200's CTAs than it knows at a time, of units of one part. */
+static void many_draws(cumoe_context context, const cumoe_variant_info *row, const char *name, cumoe_format f,
+                       int32_t dtype)
+{
+  rng r = {7};
+  layer_spec s = spec_with(&r, f, FORMAT_OF_BOTH, dtype, row->bm, 96, 16384);
+  s.desc.num_experts = 5;
+  s.desc.routing.top_k = 3;
+  s.pattern = PATTERN_UNIFORM;
+  run_format(context, name, FORMAT_OF_BOTH, &s);
+}
+
 static void exact_row(cumoe_context context, const cumoe_variant_info *row, int which, const char *name, cumoe_format f,
                       int32_t dtype)
 {
@@ -722,6 +734,7 @@ void cases_format_row(cumoe_context context, const cumoe_variant_info *row)
   cumoe_format f;
   const char *name;
   const int device = oracle_device;
+  bool draws = !strcmp(row->form, "drawn");
   oracle_device = on_device(context) ? sums_of_row(row) : 0;
   for (int i = 0; (name = format_name(i, &f)) != NULL; i++)
     for (int type = 0; type < 2; type++) {
@@ -733,6 +746,8 @@ void cases_format_row(cumoe_context context, const cumoe_variant_info *row)
         run_format(context, name, parts_of(row, size), &s);
       }
       exact_row(context, row, i, name, f, dtype);
+      if (draws) many_draws(context, row, name, f, dtype);
+      draws = false;
     }
   oracle_device = device;
 }

@@ -1527,15 +1527,18 @@ static void test_drawn_plans(void)
     bool drawn;
   } cases[] = {
       {INT4, {2, 8, 2048, 768, 128, DT_BF16, 0, 0, 0}, true},
-      {INT4, {16, 8, 2048, 768, 128, DT_F16, 0, 0, 0}, true},
-      {INT4, {17, 8, 2048, 768, 128, DT_BF16, 0, 0, 0}, false},
-      {INT4, {8, 2, 4096, 14336, 8, DT_BF16, 0, 0, 0}, true},
-      {INT4, {9, 2, 4096, 14336, 8, DT_BF16, 0, 0, 0}, false},
+      {INT4, {12, 8, 2048, 768, 128, DT_F16, 0, 0, 0}, true},
+      {INT4, {13, 8, 2048, 768, 128, DT_BF16, 0, 0, 0}, false},
+      {INT4, {4, 2, 4096, 14336, 8, DT_BF16, 0, 0, 0}, true},
+      {INT4, {5, 2, 4096, 14336, 8, DT_BF16, 0, 0, 0}, false},
       {INT4, {1, 8, 2048, 768, 128, DT_BF16, 0, 0, 0}, false},
       {INT4_OF_32, {2, 8, 2048, 768, 128, DT_BF16, 0, 0, 0}, false},
-      {MXFP4, {2, 8, 7168, 2048, 256, DT_BF16, 0, 0, 0}, true},
+      {MXFP4, {2, 8, 4096, 1536, 128, DT_BF16, 0, 0, 0}, true},
       {MXFP4, {2, 4, 2880, 2880, 128, DT_F16, 0, 0, 0}, true},
-      {MXFP4, {3, 8, 7168, 2048, 256, DT_BF16, 0, 0, 0}, false},
+      {MXFP4, {3, 8, 4096, 1536, 128, DT_BF16, 0, 0, 0}, false},
+      {MXFP4, {4, 8, 2048, 768, 128, DT_BF16, 0, 0, 0}, true},
+      {MXFP4, {6, 8, 2048, 768, 128, DT_BF16, 0, 0, 0}, false},
+      {MXFP4, {2, 8, 7168, 2048, 256, DT_BF16, 0, 0, 0}, false},
       {NVFP4, {2, 8, 2048, 768, 128, DT_BF16, 0, 0, 0}, false},
       {FP8, {2, 8, 2048, 768, 128, DT_BF16, 0, 0, 0}, true},
       {FP8, {8, 8, 2048, 768, 128, DT_F16, 0, 0, 0}, true},
@@ -1658,7 +1661,9 @@ static void test_fixed_ahead(void)
   CHECK(!is_brought_ahead(&m, int4, 32) && is_brought_ahead(&m, int4, 33) && is_brought_ahead(&m, int4, 48));
   case_end();
   case_begin("two codes each, by what serves");
-  CHECK(is_brought_ahead(&m, mxfp4, 8) && is_brought_ahead(&m, mxfp4, 128) && !is_brought_ahead(&m, mxfp4, 256));
+  CHECK(is_brought_ahead(&m, mxfp4, 8) && is_brought_ahead(&m, mxfp4, 64) && !is_brought_ahead(&m, mxfp4, 65));
+  m.limits[LIMIT_twin_weights][WEIGHTS_w4] = 1;
+  CHECK(is_brought_ahead(&m, mxfp4, 128) && !is_brought_ahead(&m, mxfp4, 256));
   case_end();
   case_begin("by room");
   m.forced[OP_up] = row_of_form(OP_up, FORM_fixed) + 1, m.forced[OP_down] = row_of_form(OP_down, FORM_fixed) + 1;

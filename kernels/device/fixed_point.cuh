@@ -67,9 +67,9 @@ struct fixed_unit {
   }
 };
 
-/* A lane's elements of a row's slab, of each 32 k eight; the four lanes that have the slab are LANES_APART apart.
- * Returns the slab's scale. */
-template <class X, int LANES_APART, class PUT> DEVICE float put_fixed(const uint4 (&v)[4], PUT put)
+/* The largest element of a row's slab, without its sign. A lane has eight of each 32 k; the four lanes that have the
+ * slab are LANES_APART apart. */
+template <int LANES_APART> DEVICE uint32_t largest_of_slab(const uint4 (&v)[4])
 {
   uint32_t most = 0;
 #pragma unroll
@@ -80,7 +80,13 @@ template <class X, int LANES_APART, class PUT> DEVICE float put_fixed(const uint
   }
   most = max_halves(most, __shfl_xor_sync(ALL_LANES, most, LANES_APART));
   most = max_halves(most, __shfl_xor_sync(ALL_LANES, most, 2 * LANES_APART));
-  const fixed_unit unit(unpack_pair<X>(max(most >> 16, most & 0xffff)).x);
+  return max(most >> 16, most & 0xffff);
+}
+
+/* A slab, of which lanes have as much as in largest_of_slab. Returns its scale. */
+template <class X, int LANES_APART, class PUT> DEVICE float put_fixed(const uint4 (&v)[4], PUT put)
+{
+  const fixed_unit unit(unpack_pair<X>(largest_of_slab<LANES_APART>(v)).x);
 #pragma unroll
   for (int q = 0; q < 4; q++) put_eight<X>(v[q], unit.times, q, put);
   return unit.worth;

@@ -6,8 +6,7 @@
 #ifndef CUMOE_TWIN_CODES_CUH
 #define CUMOE_TWIN_CODES_CUH
 
-#include "device/dtype.cuh"
-#include "device/ptx.cuh"
+#include "device/fixed_point.cuh"
 
 /* Pairs' even elements (odd: ODD) as codes. */
 template <bool ODD> DEVICE uint32_t four_codes(const float2 (&v)[4])
@@ -36,16 +35,7 @@ template <class PUT> DEVICE void put_eight_twins(const uint4 &v, float up, int q
 /* As put_fixed. */
 template <int LANES_APART, class PUT> DEVICE float put_twins(const uint4 (&v)[4], PUT put)
 {
-  uint32_t most = 0;
-#pragma unroll
-  for (int q = 0; q < 4; q++) {
-    const uint32_t pairs[4] = {v[q].x, v[q].y, v[q].z, v[q].w};
-#pragma unroll
-    for (int i = 0; i < 4; i++) most = max_halves(most, pairs[i] & 0x7fff7fff);
-  }
-  most = max_halves(most, __shfl_xor_sync(ALL_LANES, most, LANES_APART));
-  most = max_halves(most, __shfl_xor_sync(ALL_LANES, most, 2 * LANES_APART));
-  const int exponent = (int)(max(most >> 16, most & 0xffff) >> 7),
+  const int exponent = (int)(largest_of_slab<LANES_APART>(v) >> 7),
             up = min(127 + 134 - exponent, 253); /* the exponent of a normal number, as 254 - up is */
 #pragma unroll
   for (int q = 0; q < 4; q++) put_eight_twins(v[q], __uint_as_float((uint32_t)up << 23), q, put);

@@ -125,7 +125,7 @@ template <class S> DEVICE void write_dealt_outputs(const few_sm90_args &all, dea
 /* ---- the grid ---- */
 
 /* The routing warp: shares of the routing until none is left. */
-template <class S> DEVICE void dealt_route(const few_args &args, dealt_smem<S> &smem, int experts)
+template <class S> DEVICE void dealt_route(const few_args &args, dealt_smem<S> &smem, int experts, int before)
 {
   for (int i = lane_id(); i < S::PAIRS * S::COLUMNS; i += WARP_SIZE) {
     const int active = i / S::COLUMNS, c = i % S::COLUMNS;
@@ -133,7 +133,7 @@ template <class S> DEVICE void dealt_route(const few_args &args, dealt_smem<S> &
     if (column >= 0) smem.place[column_pair(column)] = (int16_t)(active * (int)FEW_COLUMNS + c);
   }
   if (args.protocol.weights) {
-    int share = smem.share;
+    int share = __shfl_sync(ALL_LANES, share_of_ticket(before), 0);
 #pragma unroll 1
     while (share < (int)gridDim.x) {
       write_routing<S>(args, smem.table, share);
@@ -144,27 +144,31 @@ template <class S> DEVICE void dealt_route(const few_args &args, dealt_smem<S> &
   report_counts<S>(args.map, smem.table);
 }
 
-/* What does not depend on earlier grids. */
+/* What does not depend on earlier grids. By a lane of each warp: what lanes of one do ptxas makes loops of, 1.5 us of
+ * barriers; and lines by warps that score no experts of one token. */
 template <class S> DEVICE void prepare_dealt(const few_sm90_args &all, dealt_smem<S> &smem)
 {
   const few_args &args = all.f;
-  if (warp_id() == S::COPIER && lane_id() < S::STAGES) {
-    mbarrier_init(&smem.told[lane_id()], 1);
-    mbarrier_init(&smem.full[lane_id()], 1);
-    mbarrier_init(&smem.there[lane_id()], WARP_SIZE);
-    mbarrier_init(&smem.empty[lane_id()], S::CONSUMERS);
+  const int warp = warp_id();
+  static_assert(S::STAGES <= S::THREADS / WARP_SIZE && (S::ONE || S::QUEUE <= S::THREADS / WARP_SIZE), "a warp each");
+  if (elect_one()) {
+    if (warp < S::STAGES) {
+      mbarrier_init(&smem.told[warp], 1);
+      mbarrier_init(&smem.full[warp], 1);
+      mbarrier_init(&smem.there[warp], WARP_SIZE);
+      mbarrier_init(&smem.empty[warp], S::CONSUMERS);
+    }
+    if (!S::ONE && warp < S::QUEUE) {
+      mbarrier_init(&smem.unit_full[warp], 1);
+      mbarrier_init(&smem.unit_empty[warp], 1);
+    }
+    if (warp == S::COPIER) mbarrier_init(&smem.weights_ready, WARP_SIZE);
     fence_mbarrier_init();
-    if (lane_id() == 0) prefetch_tensormap(all.up), prefetch_tensormap(all.down);
+    if (warp == S::ROUTING) prefetch_tensormap(all.up), prefetch_tensormap(all.down);
+    if (warp == S::COPIER + 1) smem.line[0].set(args.up, args.up.gated, all.cut[0]);
+    if (warp == S::COPIER + 3) smem.line[1].set(args.down, false, all.cut[1]);
   }
-  if (threadIdx.x >= WARP_SIZE && threadIdx.x < WARP_SIZE + S::QUEUE) {
-    mbarrier_init(&smem.unit_full[threadIdx.x - WARP_SIZE], 1);
-    mbarrier_init(&smem.unit_empty[threadIdx.x - WARP_SIZE], 1);
-  }
-  if (threadIdx.x == 2 * WARP_SIZE) {
-    mbarrier_init(&smem.weights_ready, WARP_SIZE);
-    smem.line[0].set(args.up, args.up.gated, all.cut[0]);
-  }
-  if (threadIdx.x == 3 * WARP_SIZE) smem.line[1].set(args.down, false, all.cut[1]);
+  __syncwarp();
 }
 
 template <class S> DEVICE void dealt_gemm(const few_sm90_args &all, dealt_smem<S> &smem)
@@ -172,8 +176,9 @@ template <class S> DEVICE void dealt_gemm(const few_sm90_args &all, dealt_smem<S
   const few_args &args = all.f;
   prepare_dealt<S>(all, smem);
   wait_for_earlier_grids();
-  if (threadIdx.x == S::ROUTING * WARP_SIZE) smem.share = draw_share(args);
-  if (threadIdx.x == S::COPIER * WARP_SIZE) smem.item = draw_items(all, DEALT_FIRST);
+  int before = 0; /* of a counter, that its warp drew from: nobody waits for it until it is wanted */
+  if (threadIdx.x == S::ROUTING * WARP_SIZE) before = atomicAdd(args.protocol.tickets, 1);
+  if (threadIdx.x == S::COPIER * WARP_SIZE) before = atomicAdd(all.items, (int)DEALT_FIRST);
   check_token_count(args.map.tokens, args.map.fault);
   if (args.protocol.weights) choose_experts<S>(args.gate, smem);
   const int experts = build_few_table<S>(args, smem);
@@ -182,11 +187,11 @@ template <class S> DEVICE void dealt_gemm(const few_sm90_args &all, dealt_smem<S
   if (warp_id() < S::CONSUMERS)
     dealt_consume<S>(all, smem);
   else if (warp_id() == S::COPIER)
-    copy_items<S>(all, smem, experts);
+    copy_items<S>(all, smem, experts, before);
   else if (warp_id() < S::ROUTING)
     bring_columns<S>(all, smem);
   else if (warp_id() == S::ROUTING)
-    return dealt_route<S>(args, smem, experts);
+    return dealt_route<S>(args, smem, experts, before);
   else if (!S::ONE && warp_id() == S::FINISHER)
     return finish_units<S>(all, smem);
   else

@@ -8,12 +8,7 @@
 #include "few/loads.cuh"
 #include "few/routing.cuh"
 
-DEVICE int draw_items(const few_sm90_args &all, int count)
-{
-  return atomicAdd(all.items, count) + 1; /* -1 at first */
-}
-
-/* The next one, less one. Whoever draws goes on until he uses it. */
+/* The next item, less one: the counter is -1 at first. Whoever draws goes on until he uses it. */
 DEVICE int draw_ahead(const few_sm90_args &all)
 {
   return (int)count_up(reinterpret_cast<uint32_t *>(all.items));
@@ -98,11 +93,11 @@ template <class S> struct dealt_copier {
   }
 };
 
-template <class S> DEVICE void copy_items(const few_sm90_args &all, dealt_smem<S> &smem, int experts)
+template <class S> DEVICE void copy_items(const few_sm90_args &all, dealt_smem<S> &smem, int experts, int before)
 {
   dealt_copier<S> copier(all, smem);
   const int of_up = smem.line[0].items(experts), items = of_up + smem.line[1].items(experts);
-  int index = smem.item, more = DEALT_FIRST - 1; /* behind it, that are drawn */
+  int index = __shfl_sync(ALL_LANES, before, 0) + 1, more = DEALT_FIRST - 1; /* behind it, that are drawn */
   bool ups_over = false;
   fence_proxy_async_shared(); /* stages were others' until now */
 #pragma unroll 1

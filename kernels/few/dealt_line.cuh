@@ -53,7 +53,7 @@ struct dealt_line {
   int pairs, gated;                 /* gate and up element by element */
   dealt_parts parts[2];             /* of the first units; of the last ones */
   int last;                         /* units cut small */
-  int small;                        /* the first of them */
+  int small, whole;                 /* the first of them; experts that have none */
 
   DEVICE static dealt_parts cut(int chunks, int part_k)
   {
@@ -67,7 +67,7 @@ struct dealt_line {
     parts[0] = cut(chunks, of.part_k[0]), parts[1] = cut(chunks, of.part_k[1]);
     octets = g.n / 8, step = (int)FEW_PART_N / 8 / (has_gate ? 2 : 1), blocks = ceil_div(octets, step);
   }
-  DEVICE void deal(int experts) { small = max(experts * blocks - last, 0); }
+  DEVICE void deal(int experts) { small = max(experts * blocks - last, 0), whole = last ? small / blocks : experts; }
   DEVICE const dealt_parts &parts_of(int unit) const { return parts[unit >= small]; }
   DEVICE int items(int experts) const { return small * parts[0].count + (experts * blocks - small) * parts[1].count; }
   DEVICE dealt_item item(int active, int first, int width, int index, int kind) const
@@ -77,7 +77,7 @@ struct dealt_line {
   }
   DEVICE dealt_item find(int index) const
   {
-    const int whole = small / blocks, rest = small - whole * blocks; /* experts; units of the next one */
+    const int rest = small - whole * blocks; /* units of the next one */
     int of = blocks * parts[0].count;
     if (index < whole * of) return item(index / of, 0, blocks, index % of, 0);
     index -= whole * of;
@@ -120,7 +120,6 @@ struct few_memory<dealt_layout<PRODUCT, TOKENS, BN, BK, STAGES, WARPS>> {
   uint64_t unit_full[S::QUEUE], unit_empty[S::QUEUE];
   uint64_t weights_ready;  /* the table's `weight` */
   dealt_line line[2];      /* of up, of down */
-  int32_t share, item;     /* the CTA's first of the routing, of items */
   int16_t place[S::PAIRS]; /* of a pair: its active expert, times FEW_COLUMNS, and its column */
   few_table<S::PAIRS> table;
 };

@@ -22,17 +22,12 @@ DEVICE void load_dealt_columns(const typename S::X (&columns)[S::COLUMNS][S::COL
 }
 
 /* A consumer has an octet of either box: [j + 2 b] is channel l/4 of box b's, column 2 (l%4) + j. */
-template <class S>
-DEVICE void multiply_dealt(const dealt_stage<S> &stage, const uint2 (&x)[S::BK / 16], float (&sum)[4])
+template <class S> DEVICE void load_dealt_weights(const dealt_stage<S> &stage, uint32_t (&w)[S::BK / 16][4])
 {
   const int row = lane_id() % 8, matrix = lane_id() / 8;
   const uint32_t from = shared_address(stage.boxes[matrix % 2][matrix / 2 * 8 + row]) + (warp_id() ^ row) * 16;
 #pragma unroll
-  for (int i = 0; i < S::BK / 16; i++) {
-    uint32_t w[4];
-    ldmatrix_x4_trans(w, from + i * 16 * 128);
-    mma_m16n8k16<typename S::X>(sum, w, {x[i].x, x[i].y});
-  }
+  for (int i = 0; i < S::BK / 16; i++) ldmatrix_x4_trans(w[i], from + i * 16 * 128);
 }
 
 template <class S>
@@ -120,20 +115,25 @@ DEVICE void finish_whole(const few_sm90_args &all, const dealt_smem<S> &smem, co
 template <class S> DEVICE void dealt_consume(const few_sm90_args &all, dealt_smem<S> &smem)
 {
   pipeline_state<S::STAGES> at;
-  float sum[4] = {};
+  float sum[4] = {}, odd[4] = {}; /* two: a product waits for the sums of the one before */
 #pragma unroll 1
   while (true) {
-    wait_for(&smem.there[at.stage], at.phase);
-    wait_for(&smem.full[at.stage], at.phase);
+    wait_for(&smem.full[at.stage], at.phase); /* first: at the end weights are there long before h */
     const dealt_run run = smem.run[at.stage];
     if (run.kind == DEALT_END) return;
+    uint32_t w[S::BK / 16][4];
     uint2 x[S::BK / 16];
+    load_dealt_weights<S>(smem.stages[at.stage], w);
+    wait_for(&smem.there[at.stage], at.phase);
     load_dealt_columns<S>(smem.columns[at.stage], x);
-    multiply_dealt<S>(smem.stages[at.stage], x, sum);
+#pragma unroll
+    for (int i = 0; i < S::BK / 16; i++) mma_m16n8k16<typename S::X>(i % 2 ? odd : sum, w[i], {x[i].x, x[i].y});
     __syncwarp();
     if (lane_id() == 0) mbarrier_arrive(&smem.empty[at.stage]);
     at.advance();
     if (!run.last) continue;
+#pragma unroll
+    for (int i = 0; i < 4; i++) sum[i] += odd[i], odd[i] = 0.f;
     if (!S::ONE && run.kind == DEALT_UP &&
         smem.line[0].parts_of(run.active * smem.line[0].blocks + run.block).count == 1)
       finish_whole<S>(all, smem, run, sum);

@@ -169,7 +169,7 @@ template <class L> DEVICE void drawn_gemm(const few_args &args, drawn_smem<L> &s
     smem.zeros[0] = make_uint4(0, 0, 0, 0);
   }
   if (threadIdx.x < L::AWAITED) smem.line.count[threadIdx.x] = smem.line.turn[threadIdx.x] = 0;
-  if (threadIdx.x < L::TICKETS) smem.line.ticket[threadIdx.x].x = -1;
+  if (threadIdx.x < L::TICKETS) smem.line.ticket[threadIdx.x].x = -1, smem.line.read[threadIdx.x] = 0;
   if (threadIdx.x == WARP_SIZE) smem.line.cut(args.up.k);
   const bool early = args.protocol.weights; /* the grid ahead is the router, which reads x as well */
   if constexpr (L::CODE::QUANTISES) prepare_rows_of_codes<L>(args, smem, early);

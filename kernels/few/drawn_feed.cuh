@@ -40,10 +40,13 @@ template <class L> struct drawn_lane {
   }
 };
 
-/* Units of up for the CTA, AT_ONCE of them. By one thread. */
+/* Units of up for the CTA, AT_ONCE of them. By one thread, when all who wanted the ticket that had the place before
+ * have read it: it is known by now, so they wait for nobody. */
 template <class L> DEVICE void draw_ticket(const few_args &args, drawn_smem<L> &smem, int draw, bool more)
 {
   volatile int2 *known = smem.line.ticket + draw % L::TICKETS;
+  const volatile int32_t *read = smem.line.read + draw % L::TICKETS;
+  while (*read != draw / L::TICKETS * L::AT_ONCE * smem.line.parts) __nanosleep(FEW_POLL);
   known->y = more ? (int)count_up(reinterpret_cast<uint32_t *>(args.protocol.tickets)) + 1 : 0x7fffffff / L::AT_ONCE;
   __threadfence_block();
   known->x = draw;
@@ -101,6 +104,8 @@ template <class L> struct drawn_feed {
       while (known->x != draw) __nanosleep(FEW_POLL);
       __threadfence_block();
       value = known->y;
+      __threadfence_block();
+      atomicAdd(&smem.line.read[draw % L::TICKETS], 1);
       if (first) draw_ticket<L>(args, smem, draw + 1, value < units());
     }
     return __shfl_sync(ALL_LANES, value, 0);

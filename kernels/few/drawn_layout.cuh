@@ -32,6 +32,7 @@ template <class PRODUCT, int TOKENS_, int BN, int BK_, int STAGES_, int WARPS> s
   static constexpr int PARTS = 4, AT_ONCE = 2, TICKETS = 16, AWAITED = BYTES ? 5 : 12;
   static constexpr int LEAST = BYTES ? 3 : 1; /* slices of a part: what comes with a part is as long as one or two */
   static constexpr int THREADS = WARPS * WARP_SIZE, EPILOGUE = 0, WRITERS = WARPS; /* all write outputs */
+  static_assert(WARPS <= (TICKETS - 2) * AT_ONCE, "of up's end each takes one item that nobody reads again");
   static_assert(BK == 256 && THREADS >= PAIRS && TOKENS <= 32 && SUMS >= PAIRS * 16, "drawn_feed.cuh");
 };
 
@@ -75,6 +76,7 @@ template <class L> struct drawn_y {
 template <class L> struct drawn_line {
   int32_t items, parts, each;                  /* taken by warps; parts of a unit, slices of a part */
   int2 ticket[L::TICKETS];                     /* which draw, and what was drawn */
+  int32_t read[L::TICKETS];                    /* by how many items, of all draws that had the place */
   int32_t count[L::AWAITED], turn[L::AWAITED]; /* parts that are there; units that had the place before */
   float2 sums[L::AWAITED][L::PARTS][L::TILES][WARP_SIZE];
 

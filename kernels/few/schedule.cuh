@@ -105,10 +105,14 @@ template <class S> struct few_cursor {
 
 /* A CTA draws a ticket for a share of up when it starts, and another when it is done. So what a CTA waits for is always
  * in the hands of one that has started. gridDim.x: none is left. */
+DEVICE int share_of_ticket(int before)
+{
+  const int ctas = gridDim.x, ticket = before + 1; /* -1 at first */
+  return ticket < ctas ? ctas - 1 - ticket : ctas;
+}
 DEVICE int draw_share(const few_args &args)
 {
-  const int ctas = gridDim.x, ticket = atomicAdd(args.protocol.tickets, 1) + 1; /* -1 at first */
-  return ticket < ctas ? ctas - 1 - ticket : ctas;
+  return share_of_ticket(atomicAdd(args.protocol.tickets, 1));
 }
 
 /* The epilogue warp draws, and tells the consumers what comes next, or that nothing does. */

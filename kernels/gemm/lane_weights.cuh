@@ -12,8 +12,8 @@
 #define CUMOE_LANE_WEIGHTS_CUH
 
 #include "device/ptx_narrow_sm90.cuh"
+#include "gemm/absent.cuh"
 #include "gemm/stream.cuh"
-#include "gemm/weight_factors.cuh"
 
 template <class S> struct mixed_smem;
 template <class S> DEVICE int lane_row();

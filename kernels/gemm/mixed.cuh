@@ -75,7 +75,7 @@ template <class S, class SCALES>
 DEVICE void multiply_twins(const gemm_args &args, mixed_smem<S> &smem, pipeline_state<S::STAGES> &at, int slot,
                            SCALES &scales, float (&sums)[S::BLOCKS][S::ACCUMULATORS]);
 template <class S> DEVICE bool twin_scale_is_absent(int code);
-DEVICE float twin_element(const gemm_args &args, int32_t source, int k);
+template <class S> DEVICE float twin_element(const gemm_args &args, int32_t source, int k);
 
 template <class S, int N, class SCALES>
 DEVICE void multiply_fixed(const gemm_args &args, mixed_smem<S> &smem, pipeline_state<S::STAGES> &at, int rows,
@@ -109,26 +109,35 @@ template <class S> DEVICE int code_offset(int row, int vector)
 static constexpr uint64_t EVICT_FIRST = 0x12f0000000000000; /* as createpolicy makes it */
 
 /* A thread's weight rows of a tile. */
-template <class S> struct mixed_weights {
+template <class S> struct tile_codes {
   const char *origin[2]; /* of its first rows in the first and second eight of a granule */
   int64_t step;          /* bytes from a granule to the next */
   int left;              /* weight rows of the tile */
+
+  /* row: the first one's in its eight; lane: which 16 bytes of it. */
+  DEVICE void set_unit(const gemm_args &args, const tile_unit &unit, bool gated, int row, int lane)
+  {
+    const int64_t stride = args.b.n_stride * S::BITS / 8;
+    const int channel = unit.n * granule_channels<S>(args) + row;
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+      origin[h] =
+          code_base(args.b, gated ? h : 0, unit.expert, S::BITS) + (channel + (gated ? 0 : 8 * h)) * stride + lane * 16;
+    step = (gated ? 8 : 16) * stride;
+    left = (unit.end - unit.n) * S::GRANULE;
+    if (!gated) left = min(left, args.n - unit.n * S::GRANULE);
+  }
+};
+
+template <class S> struct mixed_weights : tile_codes<S> {
+  using tile_codes<S>::origin, tile_codes<S>::step, tile_codes<S>::left;
 
   DEVICE static int lane() { return (int)tid_x() % S::LANES; }
   DEVICE static int row() { return (int)tid_x() / S::LANES; }
 
   DEVICE void set_unit(const gemm_args &args, const tile_unit &unit)
   {
-    const bool gated = S::gated(args);
-    const int64_t stride = args.b.n_stride * S::BITS / 8;
-    const int channel = unit.n * granule_channels<S>(args) + row() % 8;
-#pragma unroll
-    for (int h = 0; h < 2; h++)
-      origin[h] = code_base(args.b, gated ? h : 0, unit.expert, S::BITS) + (channel + (gated ? 0 : 8 * h)) * stride +
-                  lane() * 16;
-    step = (gated ? 8 : 16) * stride;
-    left = (unit.end - unit.n) * S::GRANULE;
-    if (!gated) left = min(left, args.n - unit.n * S::GRANULE);
+    tile_codes<S>::set_unit(args, unit, S::gated(args), row() % 8, lane());
   }
 
   /* Of k0 and on; channels come in octets. PASS 8: a thread's rows are of both eights in turn; 16: of one. */
@@ -209,10 +218,7 @@ template <class S> struct mixed_rows {
   {
     const tile_unit unit = smem.units[slot];
     const int r = (int)tid_x() - (S::APART ? S::GROUP : 0);
-    if (r >= unit.rows) return;
-    const int32_t source = known_source(args, unit.row + r);
-    smem.sources[slot % 2][r] = source;
-    if (source < 0) report_fault_inline(args.fault, FAULT_ROUTE, 0, args.row_pair[unit.row + r]);
+    if (r < unit.rows) smem.sources[slot % 2][r] = reported_source(args, unit, r);
   }
 
   DEVICE static void load(const gemm_args &args, const mixed_smem<S> &smem, int slot, int rows, int octet, int k0,
@@ -573,10 +579,7 @@ DEVICE void multiply(const gemm_args &args, mixed_smem<S> &smem, pipeline_state<
   multiply_n<S, N>(args, smem, at, rows, scales, sums);
 }
 
-/* A warp's outputs, as warpgroup_tile.cuh has them: 16 * BLOCKS weight rows. */
-template <class S> using outputs = float[S::BLOCKS][S::ACCUMULATORS];
-
-/* ---- scales that products lack: any number, of the few weights that are beyond what a model trains ---- */
+/* ---- scales that products lack ---- */
 
 /* Whether products of the form leave a weight's scale out. */
 template <class S> DEVICE bool lacks_scale(int code)
@@ -590,7 +593,7 @@ template <class S> DEVICE bool lacks_scale(int code)
 template <class S> DEVICE float element_of_row(const gemm_args &args, int32_t source, int k)
 {
   if constexpr (S::TWIN)
-    if (args.a_scale) return twin_element(args, source, k);
+    if (args.a_scale) return twin_element<S>(args, source, k);
   return to_f32(static_cast<const typename S::X *>(args.a)[source * args.a_ld + k]);
 }
 
@@ -601,37 +604,18 @@ template <class S> DEVICE float absent_products(const gemm_args &args, const til
   const int channel = gated ? (unit.n + row / 16) * 8 + row % 8 : unit.n * 16 + row;
   const char *codes = code_base(args.b, gated ? row / 8 % 2 : 0, unit.expert, S::BITS) +
                       min(channel, args.n - 1) * args.b.n_stride * S::BITS / 8;
-  const uint8_t *scales = scales_of_row<S>(args, unit, row);
-  constexpr int RUN = operand<typename S::W>::K_PER_SCALE;
-  float sum = 0.f;
-#pragma unroll 1
-  for (int k0 = 0; k0 < args.k && source >= 0; k0 += RUN) {
-    const int code = scales[k0 / RUN * args.b.scale.k_stride];
-    if (!lacks_scale<S>(code)) continue;
-    float part = 0.f;
-#pragma unroll 1
-    for (int k = k0; k < k0 + RUN; k++)
-      part += e2m1_to_f32((uint32_t)codes[k / 2] >> k % 2 * 4 & 15) * element_of_row<S>(args, source, k);
-    sum += part * (same_type<typename S::W, nv4> ? e4m3_to_f32(code) : e8m0_to_f32(code));
-  }
-  return sum;
+  if (source < 0) return 0.f;
+  return absent_sum<typename S::W>(
+      codes, scales_of_row<S>(args, unit, row), args.b.scale.k_stride, args.k,
+      [](int code) { return lacks_scale<S>(code); }, [&](int k) { return element_of_row<S>(args, source, k); });
 }
 
-/* A thread's outputs are of its row in each octet and of tokens 8 j + 2 (lane % 4) + t. */
 template <class S> DEVICE void add_absent(const gemm_args &args, const tile_unit &unit, warp_sums<S> &acc)
 {
-#pragma unroll 1
-  for (int i = 0; i < ceil_div(unit.rows, 8) * 2 * S::OCTETS; i++) {
-    const int octet = i % S::OCTETS, t = i / S::OCTETS % 2, j = i / S::OCTETS / 2,
-              token = j * 8 + (int)(tid_x() % WARP_SIZE) % 4 * 2 + t;
-    const float part = absent_products<S>(args, unit, lane_row<S>() + octet * 8,
-                                          token < unit.rows ? known_source(args, unit.row + token) : -1);
-#pragma unroll
-    for (int block = 0; block < S::BLOCKS; block++)
-#pragma unroll
-      for (int a = 0; a < S::ACCUMULATORS; a++)
-        if (octet == block + a / 2 % 2 * S::BLOCKS && j == a / 4 && t == a % 2) acc[block][a] += part;
-  }
+  add_absent_parts<S>(unit.rows, acc, [&](int octet, int token) {
+    return absent_products<S>(args, unit, lane_row<S>() + octet * 8,
+                              token < unit.rows ? known_source(args, unit.row + token) : -1);
+  });
 }
 
 /* What is left of the weights' scale multiplies sums. In a gated tile even octets are of one half, odd ones of the

@@ -13,8 +13,8 @@
 #ifndef CUMOE_PACKED_TILE_CUH
 #define CUMOE_PACKED_TILE_CUH
 
+#include "gemm/absent.cuh"
 #include "gemm/warpgroup_tile.cuh"
-#include "gemm/weight_factors.cuh"
 
 template <class S> struct wgmma_smem;
 
@@ -508,49 +508,29 @@ DEVICE void multiply_packed_rows(const gemm_args &args, wgmma_smem<S> &smem, pip
   release_stage<S>(smem, stage_before(at));
 }
 
-/* ---- scales that products lack: any number, of the few weights that are beyond what a model trains ---- */
+/* ---- scales that products lack ---- */
 
 /* Of a weight row and one row of A, in f32. */
 template <class S>
 DEVICE float absent_products(const gemm_args &args, int expert, const weight_row &row, int32_t source)
 {
   using W = typename S::CODE;
-  constexpr int RUN = operand<W>::K_PER_SCALE;
   const char *codes =
       code_base(args.b, row.half, expert, operand<W>::BITS) + row.channel * args.b.n_stride * operand<W>::BITS / 8;
-  const uint8_t *scales = scales_of(args.b.scale, expert, row);
   const typename S::X *a = static_cast<const typename S::X *>(args.a) + source * args.a_ld;
-  float sum = 0.f;
-#pragma unroll 1
-  for (int k0 = 0; k0 < args.k; k0 += RUN) {
-    const int code = scales[k0 / RUN * args.b.scale.k_stride];
-    if (!scale_is_absent<typename S::X, W>(code)) continue;
-    float part = 0.f;
-#pragma unroll 1
-    for (int k = k0; k < k0 + RUN; k++)
-      part += e2m1_to_f32((uint32_t)codes[k / 2] >> k % 2 * 4 & 15) * (source < 0 ? 0.f : to_f32(a[k]));
-    sum += part * (same_type<W, nv4> ? e4m3_to_f32(code) : e8m0_to_f32(code));
-  }
-  return sum;
+  if (source < 0) return 0.f;
+  return absent_sum<W>(
+      codes, scales_of(args.b.scale, expert, row), args.b.scale.k_stride, args.k,
+      [](int code) { return scale_is_absent<typename S::X, W>(code); }, [&](int k) { return to_f32(a[k]); });
 }
 
-/* A thread's sums are of its row in each octet and of tokens 8 j + 2 (lane % 4) + t. */
 template <class S>
 DEVICE void add_absent(const gemm_sm90_args &args, const tile_unit &tile, float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
-#pragma unroll 1
-  for (int i = 0; i < ceil_div(tile.rows, 8) * 2 * S::OCTETS; i++) {
-    const int octet = i % S::OCTETS, t = i / S::OCTETS % 2, j = i / S::OCTETS / 2,
-              token = j * 8 + consumer_lane() % 4 * 2 + t;
-    const int row = lane_weight_row<S>() + octet * 8;
-    const float part = absent_products<S>(args.g, tile.expert, weight_row_of<S>(args, tile, row),
-                                          token < tile.rows ? source_row(args.g, tile.row + token) : -1);
-#pragma unroll
-    for (int block = 0; block < S::BLOCKS; block++)
-#pragma unroll
-      for (int a = 0; a < S::ACCUMULATORS; a++)
-        if (octet == block + a / 2 % 2 * S::BLOCKS && j == a / 4 && t == a % 2) acc[block][a] += part;
-  }
+  add_absent_parts<S>(tile.rows, acc, [&](int octet, int token) {
+    return absent_products<S>(args.g, tile.expert, weight_row_of<S>(args, tile, lane_weight_row<S>() + octet * 8),
+                              token < tile.rows ? source_row(args.g, tile.row + token) : -1);
+  });
 }
 
 /* acc of one unit. In a gated tile the blocks are the halves. */

@@ -206,6 +206,12 @@ template <class S, bool N_MAJOR = S::N_MAJOR> struct stream_weights {
       cp_async_cg_16(to + S::ROWS * 128, both ? origin[1] + at : origin[0], both ? 16 : 0, policy);
     }
   }
+
+  /* Of two stages, k0 and on, or the first alone: into that of the thread's half. */
+  DEVICE void copy_pair(const gemm_args &args, stream_smem<S> &smem, int first, int second, bool two, int k0) const
+  {
+    if (two || producer_half<S>() == 0) copy(args, smem, producer_half<S>() ? second : first, k0);
+  }
 };
 
 /* N-major: 16 bytes of every 8th k of both stages, in two of four blocks of 64 weight rows: such that 16 lanes load 256
@@ -249,6 +255,13 @@ template <class S> struct stream_weights<S, true> {
         if (there >> j & 1)
           cp_async_cg_16(to + block[j] * S::BK * 128, bytes ? origin[j] + at : origin[j], bytes, policy);
     }
+  }
+
+  /* As above, but every thread into both. */
+  DEVICE void copy_pair(const gemm_args &args, stream_smem<S> &smem, int first, int second, bool two, int k0) const
+  {
+    copy(args, smem, first, k0);
+    if (two) copy(args, smem, second, k0 + S::BK);
   }
 };
 
@@ -355,14 +368,8 @@ DEVICE void produce_tile(const gemm_args &args, stream_smem<S> &smem, const tile
     const stage_pair<S> pair(args, at, k0);
     pair.wait(smem);
     if (k0 == 0 && threadIdx.x == 0) smem.units[slot] = unit;
-    if (S::N_MAJOR && k0 >= ahead) {
-      weights.copy(args, smem, pair.first.stage, k0);
-      if (pair.two) weights.copy(args, smem, pair.second.stage, k0 + S::BK);
-    }
-    if (pair.copies()) {
-      if (!S::N_MAJOR && k0 >= ahead) weights.copy(args, smem, pair.mine(), k0);
-      rows.copy(args, smem, unit.rows, pair.mine(), k0);
-    }
+    if (k0 >= ahead) weights.copy_pair(args, smem, pair.first.stage, pair.second.stage, pair.two, k0);
+    if (pair.copies()) rows.copy(args, smem, unit.rows, pair.mine(), k0);
     if constexpr (S::SCALED) {
       if (pair.two || scales.half() == 0) scales.copy(args, smem, pair.of(scales.half()), k0 + scales.half() * S::BK);
     }
@@ -387,11 +394,8 @@ template <class S> DEVICE void produce(const gemm_args &args, stream_smem<S> &sm
     if (unit.expert >= 0) weights.set_unit(args, unit);
     if (!waited) {
 #pragma unroll 1
-      for (; unit.expert >= 0 && ahead + 2 * S::BK <= min(args.k, S::STAGES * S::BK); ahead += 2 * S::BK) {
-        if (S::N_MAJOR) weights.copy(args, smem, ahead / S::BK, ahead);
-        weights.copy(args, smem, ahead / S::BK + (S::N_MAJOR ? 1 : producer_half<S>()),
-                     ahead + (S::N_MAJOR ? S::BK : 0));
-      }
+      for (; unit.expert >= 0 && ahead + 2 * S::BK <= min(args.k, S::STAGES * S::BK); ahead += 2 * S::BK)
+        weights.copy_pair(args, smem, ahead / S::BK, ahead / S::BK + 1, true, ahead);
       wait_for_earlier_grids();
       waited = true;
     }

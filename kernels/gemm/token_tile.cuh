@@ -43,9 +43,7 @@ template <class S> DEVICE int pieces_of(const tile_unit &unit)
 template <class S> DEVICE bool tokens_are_rows(const gemm_args &args)
 {
   if (S::EPILOGUE == EPILOGUE_activation && finish_kind_of(args) == FINISH_any) return false;
-  const scale_matrix &s = args.b.scale;
-  constexpr int CHANNELS = token_tile<S>::CHANNELS;
-  return scale_of_blocks(&s, 0, S::BK, CHANNELS) && (!args.gated || scale_of_blocks(&s, 1, S::BK, CHANNELS));
+  return scales_of_blocks(&args.b.scale, args.gated, S::BK, token_tile<S>::CHANNELS);
 }
 
 /* Scales of a consumer's weights that change along k: lane l has that of piece l / 2 and octets l % 2, which are gate

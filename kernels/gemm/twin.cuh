@@ -57,28 +57,17 @@ DEVICE int twin_lane()
 /* ---- producers ---- */
 
 /* By two warps: 16 bytes of every eighth weight row a thread. */
-template <class S> struct twin_codes {
-  const char *origin[2]; /* of its first rows in the first and second eight of a granule */
-  int64_t step;          /* bytes from a granule to the next */
-  int left;              /* weight rows of the tile */
+template <class S> struct twin_codes : tile_codes<S> {
+  using tile_codes<S>::origin, tile_codes<S>::step, tile_codes<S>::left;
 
   DEVICE static int lane() { return (int)tid_x() % S::LANES; }
   DEVICE static int row() { return (int)tid_x() / S::LANES; }
 
   DEVICE void set_unit(const gemm_args &args, mixed_smem<S> &smem, int slot)
   {
-    const tile_unit unit = smem.units[slot];
     int gated = S::gated(args);
     hold(gated);
-    const int64_t stride = args.b.n_stride * S::BITS / 8;
-    const int channel = unit.n * granule_channels<S>(args) + row();
-#pragma unroll
-    for (int h = 0; h < 2; h++)
-      origin[h] = code_base(args.b, gated ? h : 0, unit.expert, S::BITS) + (channel + (gated ? 0 : 8 * h)) * stride +
-                  lane() * 16;
-    step = (gated ? 8 : 16) * stride;
-    left = (unit.end - unit.n) * S::GRANULE;
-    if (!gated) left = min(left, args.n - unit.n * S::GRANULE);
+    tile_codes<S>::set_unit(args, smem.units[slot], gated, row(), lane());
   }
 
   /* Of k0 and on; past the end of k zeros. Channels come in octets. */
@@ -369,7 +358,7 @@ template <class S> DEVICE bool twin_scale_is_absent(int code)
 }
 
 /* Element k of a row that a launch ahead has made ready. */
-DEVICE float twin_element(const gemm_args &args, int32_t source, int k)
+template <class S> DEVICE float twin_element(const gemm_args &args, int32_t source, int k)
 {
   const int slab = k / FIXED_GROUP, first = slab * FIXED_GROUP, bytes = min(args.k - first, (int)FIXED_GROUP);
   const uint8_t *code = static_cast<const uint8_t *>(args.a) + (source * args.a_ld + first) * 2 +

@@ -67,6 +67,13 @@ DEVICE void softmax_over_lanes(const gate_args &a, gate_token &t, float (&l)[N])
   t.sum = warp_sum(sum);
 }
 
+/* Of logits their soft cap and what experts are ranked by besides, exactly. */
+template <bool IN_TURN, int N> DEVICE void cap_scores(const gate_args &a, gate_token &t, float (&l)[N])
+{
+  each_value<IN_TURN>(l, [&](int, float logit) { return exact_cap(a.softcap, logit); });
+  if (softmax_over_all(a)) softmax_over_lanes<true, IN_TURN>(a, t, l);
+}
+
 /* What scores of a token's experts have in common, if logits fit registers. By a loop each: for who waits for something
  * else meanwhile. Returns the first NaN's expert. */
 template <int N> DEVICE unsigned sum_scores(const gate_args &a, gate_token &t)
@@ -74,12 +81,10 @@ template <int N> DEVICE unsigned sum_scores(const gate_args &a, gate_token &t)
   float l[N];
   const unsigned first_nan = load_logits(a, t.logits, 0, l);
   if (!softmax_over_all(a)) return first_nan;
-  if (GATE_BY_LOGIT(a)) {
+  if (GATE_BY_LOGIT(a))
     softmax_over_lanes<false, true>(a, t, l);
-  } else {
-    each_value<true>(l, [&](int, float logit) { return exact_cap(a.softcap, logit); });
-    softmax_over_lanes<true, true>(a, t, l);
-  }
+  else
+    cap_scores<true>(a, t, l);
   return first_nan;
 }
 
@@ -117,8 +122,7 @@ template <bool IN_TURN, int N> DEVICE unsigned keys_of_scores(const gate_args &a
 {
   float l[N];
   const unsigned first_nan = load_logits(a, t.logits, 0, l);
-  each_value<IN_TURN>(l, [&](int, float logit) { return exact_cap(a.softcap, logit); });
-  if (softmax_over_all(a)) softmax_over_lanes<true, IN_TURN>(a, t, l);
+  cap_scores<IN_TURN>(a, t, l);
   each_value<IN_TURN>(
       l, [&](int i, float logit) { return __uint_as_float(key_of_score(a, t, i * WARP_SIZE + lane_id(), logit)); });
 #pragma unroll
