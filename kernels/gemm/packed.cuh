@@ -38,8 +38,8 @@ struct woven_shape : packed_shape<P, CLUSTER, BM, BN, BK, STAGES, WARPS> {
 template <class P, int CLUSTER, int BM, int BN, int BK, int STAGES, int WARPS>
 struct spread_shape : packed_shape<P, CLUSTER, BM, BN, BK, STAGES, 12> {
   static constexpr bool SPREAD = true;
-  static constexpr int SLOTS = 3, UNPACKERS = 128, THREADS = WARPS * WARP_SIZE;
-  static constexpr int CONSUMER_REGISTERS = 176, PRODUCER_REGISTERS = 56, UNPACKER_REGISTERS = 104;
+  static constexpr int SLOTS = 2, UNPACKERS = 128, THREADS = WARPS * WARP_SIZE;
+  static constexpr int CONSUMER_REGISTERS = 192, PRODUCER_REGISTERS = 56, UNPACKER_REGISTERS = 72;
 };
 
 template <bool FIRST, class A, class B> struct either {
