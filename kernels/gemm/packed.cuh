@@ -34,14 +34,6 @@ struct woven_shape : packed_shape<P, CLUSTER, BM, BN, BK, STAGES, WARPS> {
   static constexpr int HELPERS = woven_shape::GATHERED ? 2 : 3; /* they weave; up's other warp copies rows ahead */
 };
 
-/* The same where warps of their own unpack (gemm/spread_tile.cuh). The 512 threads start with 128 registers each. */
-template <class P, int CLUSTER, int BM, int BN, int BK, int STAGES, int WARPS>
-struct spread_shape : packed_shape<P, CLUSTER, BM, BN, BK, STAGES, 12> {
-  static constexpr bool SPREAD = true;
-  static constexpr int SLOTS = 2, UNPACKERS = 128, THREADS = WARPS * WARP_SIZE;
-  static constexpr int CONSUMER_REGISTERS = 192, PRODUCER_REGISTERS = 56, UNPACKER_REGISTERS = 72;
-};
-
 template <bool FIRST, class A, class B> struct either {
   using type = A;
 };
@@ -55,8 +47,7 @@ template <class P, bool PACKED, int CLUSTER, int BM, int BN, int BK, int STAGES,
 template <class P, int CLUSTER, int BM, int BN, int BK, int STAGES, int WARPS>
 struct wgmma_shape_of<P, true, CLUSTER, BM, BN, BK, STAGES, WARPS> {
   using type = typename either<(BM <= 64), woven_shape<P, CLUSTER, BM, BN, BK, STAGES, WARPS>,
-                               typename either<(WARPS > 12), spread_shape<P, CLUSTER, BM, BN, BK, STAGES, WARPS>,
-                                               packed_shape<P, CLUSTER, BM, BN, BK, STAGES, WARPS>>::type>::type;
+                               packed_shape<P, CLUSTER, BM, BN, BK, STAGES, WARPS>>::type;
 };
 template <class P, int CLUSTER, int BM, int BN, int BK, int STAGES, int WARPS>
 using wgmma_or_packed =

@@ -553,11 +553,12 @@ DEVICE void add_absent(const gemm_sm90_args &args, const tile_unit &tile, float 
   }
 }
 
-/* What products lack, and what is left of the weights' scale. In a gated tile the blocks are the halves. */
+/* acc of one unit. In a gated tile the blocks are the halves. */
 template <class S>
-DEVICE void finish_packed(const gemm_sm90_args &args, wgmma_smem<S> &smem, int slot,
-                          float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+DEVICE void multiply_packed(const gemm_sm90_args &args, wgmma_smem<S> &smem, pipeline_state<S::STAGES> &at, int slot,
+                            float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
+  multiply_packed_rows<S>(args.g, smem, at, __shfl_sync(ALL_LANES, smem.units[slot].rows, 0), acc);
   if constexpr (operand<typename S::CODE>::K_PER_SCALE > 0)
     if (smem.absent[slot]) add_absent<S>(args, smem.units[slot], acc);
   const int first = S::gated(args.g) ? args.up_first : 0;
@@ -569,12 +570,4 @@ DEVICE void finish_packed(const gemm_sm90_args &args, wgmma_smem<S> &smem, int s
     for (int j = 0; j < S::ACCUMULATORS; j++) acc[i][j] *= rest[i];
 }
 
-/* acc of one unit. */
-template <class S>
-DEVICE void multiply_packed(const gemm_sm90_args &args, wgmma_smem<S> &smem, pipeline_state<S::STAGES> &at, int slot,
-                            float (&acc)[S::BLOCKS][S::ACCUMULATORS])
-{
-  multiply_packed_rows<S>(args.g, smem, at, __shfl_sync(ALL_LANES, smem.units[slot].rows, 0), acc);
-  finish_packed<S>(args, smem, slot, acc);
-}
 #endif

@@ -24,7 +24,6 @@
 #include "gemm/handover.cuh"
 #include "gemm/keep.cuh"
 #include "gemm/token_store.cuh"
-#include "gemm/spread_tile.cuh"
 #include "gemm/woven_tile.cuh"
 
 template <class PRODUCT, int CLUSTER_, int BM, int BN, int BK, int STAGES, int WARPS>
@@ -34,8 +33,6 @@ struct wgmma_shape : pipeline_shape<PRODUCT, BM, BN, BK, STAGES, WARPS> {
   static_assert(CLUSTER == 2, "CTAs share in halves");
   static constexpr bool RELEASE_AT_ONCE = false, SCALES_BY_COPY = true;
   static constexpr bool WOVEN = false; /* rows are put into another order in their stages (gemm/packed.cuh) */
-  static constexpr bool SPREAD = false;
-  static constexpr int SLOTS = 1, UNPACKERS = 0, UNPACKER_REGISTERS = 0;
   static constexpr int HELPERS = 0;    /* warps of producers that arrive at a stage's `full`, too */
   static constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 56; /* 384 threads start with 168 each */
 
@@ -50,11 +47,9 @@ struct wgmma_shape : pipeline_shape<PRODUCT, BM, BN, BK, STAGES, WARPS> {
 };
 
 /* What codes of 4 bits have besides. */
-template <class S, bool WOVEN = S::WOVEN, bool SPREAD = S::SPREAD> struct packed_stages : factor_stages<S, S::PACKED> {
+template <class S, bool WOVEN = S::WOVEN> struct packed_stages : factor_stages<S, S::PACKED> {
 };
-template <class S> struct packed_stages<S, true, false> : woven_stages<S> {
-};
-template <class S> struct packed_stages<S, false, true> : spread_stages<S> {
+template <class S> struct packed_stages<S, true> : woven_stages<S> {
 };
 
 template <class S> struct wgmma_smem : pipeline_smem<S>, packed_stages<S> {
@@ -450,7 +445,6 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
   const int own = threadIdx.x / S::GROUP - 1;
   pipeline_state<S::STAGES> at;
   scales_ahead_of<S, S::WOVEN> scales;
-  slot_state<S> from;
 #pragma unroll 1
   for (int slot = 0;; slot = (slot + 1) % UNITS_AHEAD) {
     wait_for(&smem.full[at.stage], at.phase);
@@ -467,19 +461,13 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
     const int channels = wgmma_channels<S>(args.g), channel0 = unit.n * channels + group * (channels / S::CONSUMERS);
     if (channel0 >= args.g.n) {
       if constexpr (S::WOVEN) scales.skip_unit();
-      if constexpr (S::SPREAD)
-        skip_spread<S>(args.g, smem, at, from);
-      else
-        skip<S>(args.g, smem, at);
+      skip<S>(args.g, smem, at);
       continue;
     }
     float acc[S::BLOCKS][S::ACCUMULATORS] = {}; /* anew: kept from tile to tile, ptxas would move them amid wgmmas */
     if constexpr (S::WOVEN)
       multiply_woven<S>(args, smem, at, slot, scales, acc);
-    else if constexpr (S::SPREAD) {
-      multiply_spread<S, S::BM>(args.g, smem, at, from, group, unit.rows, acc);
-      finish_packed<S>(args, smem, slot, acc);
-    } else if constexpr (S::PACKED)
+    else if constexpr (S::PACKED)
       multiply_packed<S>(args, smem, at, slot, acc);
     else {
       if (token_tile<S>::SERVED) kept_word<S>(smem) = slot;
@@ -520,11 +508,6 @@ DEVICE void wgmma_gemm(const gemm_sm90_args &args, wgmma_smem<S> &smem, const co
     for (int i = 0; i < UNITS_AHEAD; i++) mbarrier_init(&smem.drawn_ready[i], 1);
     if constexpr (S::PACKED)
       for (int i = 0; i < UNITS_AHEAD; i++) mbarrier_init(&smem.posted[i], 1);
-    if constexpr (S::SPREAD)
-      for (int i = 0; i < S::SLOTS; i++) {
-        mbarrier_init(&smem.ready[i], S::UNPACKERS / WARP_SIZE);
-        mbarrier_init(&smem.unused[i], S::CONSUMERS * S::GROUP / WARP_SIZE);
-      }
     fence_mbarrier_init();
   }
   if (S::DRAWS ? !args.g.protocol.early_inputs : !unit_scheduler<S>::draws(args.g)) wait_for_earlier_grids();
@@ -534,11 +517,6 @@ DEVICE void wgmma_gemm(const gemm_sm90_args &args, wgmma_smem<S> &smem, const co
   if (threadIdx.x < S::GROUP) {
     setmaxnreg_dec<S::PRODUCER_REGISTERS>();
     produce<S>(args, smem, beside);
-  } else if (S::SPREAD && threadIdx.x >= (S::CONSUMERS + 1) * S::GROUP) {
-    if constexpr (S::SPREAD) {
-      setmaxnreg_dec<S::UNPACKER_REGISTERS>();
-      unpack_units<S>(args, smem);
-    }
   } else {
     setmaxnreg_inc<S::CONSUMER_REGISTERS>();
     consume<S>(args, smem);
