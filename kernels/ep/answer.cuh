@@ -301,6 +301,7 @@ DEVICE bool find_addend(const combine_args &c, const ep_args &a, const int *arri
 }
 
 /* Of sums number, number + movers ..., a thread a slot; returns how many there are. All know them when all have met. */
+static_assert(MAX_TOP_K <= EP_RETURN_THREADS, "a sum at least");
 template <class In, int COLUMNS>
 DEVICE int find_addends(const combine_args &c, const ep_args &a, const int *arrived, unsigned number, unsigned end,
                         addends &s)

@@ -173,6 +173,12 @@ extern "C" __global__ void __launch_bounds__(EP_WAIT_THREADS, 1)
 
 /* ---- put ---- */
 
+DEVICE void wait_in_put(const ep_args &a)
+{
+  wait_for_earlier_grids_alone();
+  if (!a.then_waits) let_next_grid_start();
+}
+
 /* then_waits: nothing comes between the put and its wait, so a CTA that has told the others also waits for them, which
  * saves a grid. */
 extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1) cumoe_ep_put(const __grid_constant__ ep_args a)
@@ -215,8 +221,9 @@ extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1)
     }
   } else {
     const place_table t = take_places(a, at_hand);
-    gate_and_put_slots(g, a, t, tokens, exchange);
+    if (a.early) wait_in_put(a);
     check_token_count(g.tokens, g.fault);
+    gate_and_put_slots(g, a, t, tokens, exchange);
   }
   if (ahead) return;
   if (tell_all(a, a.at.in, nullptr, flag, &counters_of(a)->put, exchange) && a.then_waits)

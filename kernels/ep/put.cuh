@@ -67,11 +67,13 @@ DEVICE void load_row(const ep_args &a, unsigned token, row_part &p)
   load_part(p, static_cast<const char *>(a.x) + token * a.x_ld * a.shape.element, row_vectors(a));
 }
 
-/* The others in turn, each token's warp from another one on, so that no rank gets all of them at once; then its own. */
+/* Of many tokens all others in turn, each token's warp from another one on, then its own: no rank gets the rows of all
+ * others at once while links to the rest idle. Of few this would only be more code to fetch. */
 DEVICE int rank_in_turn(const ep_args &a, unsigned token, int i)
 {
-  const unsigned others = a.shape.ranks - 1;
-  return i < (int)others ? (a.rank + 1 + (token + i) % others) % a.shape.ranks : a.rank;
+  const int others = a.shape.ranks - 1;
+  if (a.packets) return i;
+  return i < others ? (int)((a.rank + 1 + (token + i) % others) % a.shape.ranks) : a.rank;
 }
 
 DEVICE void store_row(const ep_args &a, unsigned token, const row_part &p)
@@ -187,45 +189,18 @@ DEVICE place_table take_places(const ep_args &a, places_at_hand &s)
   return {fits ? s.entries : a.placement, s.active};
 }
 
-DEVICE void wait_in_put(const ep_args &a)
-{
-  wait_for_earlier_grids_alone();
-  if (!a.then_waits) let_next_grid_start();
-}
-
-/* Of many experts the gate is long code that nobody has run since the last layer: fetched from memory piece by piece it
- * takes 4 us more. So while the router works a warp goes through it once, over a row of small numbers. */
-DEVICE bool rehearses(const gate_args &g, const ep_args &a)
-{
-  return a.early && g.experts > 128 && g.experts == a.shape.experts && g.logits_dtype == DT_F32;
-}
-
-/* Begins while the grid ahead still runs. */
 DEVICE void gate_and_put_slots(const gate_args &g, const ep_args &a, const place_table &t, unsigned tokens,
                                uint32_t exchange)
 {
   __shared__ gate_scratch scratch[HALF];
-  unsigned token = blockIdx.x * HALF + warp_id() - HALF;
-  const bool gates = blockIdx.y == 0 && token < tokens;
-  bool in_earnest = !gates || !rehearses(g, a);
-  gate_args at_hand = g;
-  if (!in_earnest) at_hand.logits = a.arena + a.at.every_expert;
-  if (in_earnest && a.early) wait_in_put(a);
-#pragma unroll 1
-  while (gates && token < tokens) {
-    const gate_slot slot = choose_slots_of(at_hand, in_earnest ? token : 0, scratch[warp_id() - HALF]);
-    if (!in_earnest) {
-      wait_in_put(a);
-      at_hand.logits = g.logits;
-      in_earnest = true;
-      continue;
-    }
+  if (blockIdx.y != 0) return;
+  for (unsigned token = blockIdx.x * HALF + warp_id() - HALF; token < tokens; token += a.movers * HALF) {
+    const gate_slot slot = choose_slots_of(g, token, scratch[warp_id() - HALF]);
     if (a.packets)
       put_slots<true>(a, t, token, slot.id, slot.weight, exchange);
     else
       put_slots<false>(a, t, token, slot.id, slot.weight, exchange);
     store_slot(g, token, slot);
-    token += a.movers * HALF;
   }
 }
 
