@@ -18,12 +18,12 @@
  *   allred    what slicing needs besides: NCCL's all-reduce of all ranks' outputs
  *
  *   lib/bench/ep [--ranks N] [--model NAME] [--most T] [--tokens T,T] [--plain] [--sums] [--staged] [--room C]
- *          [--each]
- *   --most: T up to that; --tokens: these alone; --plain: no NCCL, slices or lanes; --sums: not EXACT; --staged: groups
- *   by NCCL as well; --room: groups for at least C tokens, whose calls say that they have T; --each: every
- *   rank's times, and those of gate and experts in one graph, where the experts' weights have driven the router's and the
- *   code out of L2 as they do in a layer. More ranks than GPUs share them, which only shows that it runs; one rank: what
- *   its launches cost. NCCL is opened where LD_LIBRARY_PATH has libnccl.so.2
+ *                [--each]
+ *   --most: T up to that; --tokens: these alone; --plain: no NCCL, slices or lanes; --sums: not EXACT; --staged:
+ *   groups by NCCL as well; --room: groups for at least C tokens, whose calls say that they have T; --each: every
+ *   rank's times, and those of gate and experts in one graph, where the experts' weights have driven the router's and
+ *   the code out of L2 as they do in a layer. More ranks than GPUs share them, which only shows that it runs; one rank:
+ *   what its launches cost. NCCL is opened where LD_LIBRARY_PATH has libnccl.so.2
  */
 #include <math.h>
 #include <pthread.h>
