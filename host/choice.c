@@ -106,7 +106,7 @@ static bool fits_dealt(const variant *v, const op_shape *s)
   return (s->rows + s->experts) * ceil_div(s->k, FEW_PART_K) * s->n / 8 <= INT32_MAX / 2;
 }
 
-/* drawn multiplies rows as they are, and has one grid for up and down. */
+/* drawn takes rows as they are, and has one grid for up and down. */
 static bool fits_drawn(const variant *v, const op_shape *s)
 {
   return s->in_one && !s->by_expert && s->tokens <= v->bm && s->rows <= FEW_PAIRS(v->bm);

@@ -235,7 +235,7 @@ static bool dealt_pays(const layer *l, const op_shape *up)
   return (double)up->tokens < limit(l, LIMIT_few_many) || (double)expected_rows(up) <= limit(l, LIMIT_few_many_rows);
 }
 
-/* Two launches instead of seven, and weights at their full rate; but rows come into fixed point with every unit. */
+/* Two launches instead of seven, and weights at their full rate; but rows become what is multiplied with every unit. */
 static bool drawn_pays(const layer *l, const op_shape *up)
 {
   const double most = limit(l, up->format == FORMAT_mx4 ? LIMIT_few_drawn_e2m1 : LIMIT_few_drawn);

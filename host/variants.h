@@ -34,7 +34,7 @@ typedef enum form {
   FORM_fixed,   /* the same for few rows an expert, or as few of one token, activations in fixed point */
   FORM_few,     /* the experts of few tokens without a map, either major */
   FORM_dealt,   /* the same behind a router, N-major, where one grid does all */
-  FORM_drawn,   /* the same of several tokens, weights of 4 bits */
+  FORM_drawn,   /* the same of several tokens, weights with scales */
   FORM_fma,     /* f32 GEMM by plain FMA, any layout */
   FORM_gather,  /* combine */
   FORM_flat,    /* elementwise, all functions but gelu */

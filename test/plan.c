@@ -1517,10 +1517,10 @@ static void test_layer_cases(void)
   group_end();
 }
 
-/* Weights of 4 bits by the form drawn: tokens, rows an expert, and which formats. */
+/* Weights with scales by the form drawn: tokens, rows an expert, and which formats. */
 static void test_drawn_plans(void)
 {
-  enum { INT4, INT4_OF_32, MXFP4, NVFP4 };
+  enum { INT4, INT4_OF_32, MXFP4, NVFP4, FP8, FP8_CHANNEL, INT8, FP8_A16 };
   static const struct {
     int format;
     layer_case layer;
@@ -1537,13 +1537,32 @@ static void test_drawn_plans(void)
       {MXFP4, {2, 4, 2880, 2880, 128, DT_F16, 0, 0, 0}, true},
       {MXFP4, {3, 8, 7168, 2048, 256, DT_BF16, 0, 0, 0}, false},
       {NVFP4, {2, 8, 2048, 768, 128, DT_BF16, 0, 0, 0}, false},
+      {FP8, {2, 8, 2048, 768, 128, DT_BF16, 0, 0, 0}, true},
+      {FP8, {8, 8, 2048, 768, 128, DT_F16, 0, 0, 0}, true},
+      {FP8, {9, 8, 2048, 768, 128, DT_BF16, 0, 0, 0}, false},
+      {FP8, {4, 2, 4096, 14336, 8, DT_BF16, 0, 0, 0}, true},
+      {FP8, {5, 2, 4096, 14336, 8, DT_BF16, 0, 0, 0}, false},
+      {FP8, {1, 8, 2048, 768, 128, DT_BF16, 0, 0, 0}, false},
+      {FP8_CHANNEL, {8, 8, 7168, 2048, 256, DT_BF16, 0, 0, 0}, true},
+      {FP8_A16, {8, 8, 7168, 2048, 256, DT_BF16, 0, 0, 0}, false},
+      {INT8, {8, 8, 2048, 768, 128, DT_BF16, 0, 0, 0}, true},
+      {INT8, {4, 2, 4096, 14336, 8, DT_F16, 0, 0, 0}, true},
+      {INT8, {9, 8, 2048, 768, 128, DT_BF16, 0, 0, 0}, false},
   };
   const machine m = gpu_machine(&hopper);
-  if (!group_begin("which weights of 4 bits are drawn")) return;
+  if (!group_begin("which weights with scales are drawn")) return;
   for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
     const layer_case *l = &cases[i].layer;
-    const cumoe_format formats[] = {cumoe_format_int4(128, CUMOE_BF16), cumoe_format_int4(32, CUMOE_BF16),
-                                    cumoe_format_mxfp4(), cumoe_format_nvfp4(CUMOE_GLOBAL_TIMES)};
+    cumoe_format a16 = cumoe_format_fp8_block(CUMOE_F32);
+    a16.rows = CUMOE_ROWS_AS_THEY_ARE, a16.row_group = 0;
+    const cumoe_format formats[] = {cumoe_format_int4(128, CUMOE_BF16),
+                                    cumoe_format_int4(32, CUMOE_BF16),
+                                    cumoe_format_mxfp4(),
+                                    cumoe_format_nvfp4(CUMOE_GLOBAL_TIMES),
+                                    cumoe_format_fp8_block(CUMOE_F32),
+                                    cumoe_format_fp8_channel(CUMOE_F32),
+                                    cumoe_format_int8(CUMOE_F32),
+                                    a16};
     const cumoe_moe_desc given = {.size = sizeof given,
                                   .num_experts = l->experts,
                                   .hidden = l->hidden,

@@ -83,20 +83,31 @@ template <int LANES> DEVICE uint32_t largest_of(const uint4 &v)
   return most;
 }
 
-/* As codes: of e4m3 their values. */
-template <class S> DEVICE void put_codes(const few_row<S> &row, int k, const uint4 &v, float scale)
+/* As codes. */
+template <class S> DEVICE uint2 codes_of(const uint4 &v, float scale)
 {
   using Q = typename S::X;
   using Y = typename S::Y;
   const float inverse = 1.f / scale;
   const float2 a = unpack_pair<Y>(v.x), b = unpack_pair<Y>(v.y), c = unpack_pair<Y>(v.z), d = unpack_pair<Y>(v.w);
   const float low[4] = {a.x, a.y, b.x, b.y}, high[4] = {c.x, c.y, d.x, d.y};
-  const uint32_t first = quantize_four<Q>(low, inverse), second = quantize_four<Q>(high, inverse);
-  if constexpr (same_type<Q, e4m3>)
-    *row.elements(k) = make_uint4(cvt_f16x2_e4m3x2(first), cvt_f16x2_e4m3x2(first >> 16), cvt_f16x2_e4m3x2(second),
-                                  cvt_f16x2_e4m3x2(second >> 16));
+  return make_uint2(quantize_four<Q>(low, inverse), quantize_four<Q>(high, inverse));
+}
+
+/* Codes of e4m3 as their values. */
+DEVICE uint4 values_of(const uint2 &codes)
+{
+  return make_uint4(cvt_f16x2_e4m3x2(codes.x), cvt_f16x2_e4m3x2(codes.x >> 16), cvt_f16x2_e4m3x2(codes.y),
+                    cvt_f16x2_e4m3x2(codes.y >> 16));
+}
+
+template <class S> DEVICE void put_codes(const few_row<S> &row, int k, const uint4 &v, float scale)
+{
+  const uint2 codes = codes_of<S>(v, scale);
+  if constexpr (same_type<typename S::X, e4m3>)
+    *row.elements(k) = values_of(codes);
   else
-    *reinterpret_cast<uint2 *>(row.elements(k)) = make_uint2(first, second);
+    *reinterpret_cast<uint2 *>(row.elements(k)) = codes;
 }
 
 /* FIXED: eight elements of a lane as bytes. `sum`: of those of four lanes, which have a group of 32 k. */

@@ -1,8 +1,8 @@
 /*
- * drawn: the experts of several tokens, weights of 4 bits: few.cuh's one grid, another way.
+ * drawn: the experts of several tokens, weights with scales: few.cuh's one grid, another way.
  *
- *   drawn_layout.cuh   shapes, shared memory            drawn_products.cuh   columns in fixed point, products
- *   drawn_feed.cuh     units; what is asked for ahead
+ *   drawn_layout.cuh   shapes, shared memory            drawn_products.cuh   4 bits: columns in fixed point, products
+ *   drawn_feed.cuh     units; what is asked for ahead   drawn_bytes.cuh      8 bits: columns as codes, products
  *
  * Of weights of 4 bits an SM wants more of its instructions than of its copies, so all warps multiply. A unit is 32
  * weight rows of an expert, 16 gate and the same 16 up channels or 32 channels, by all of k; a part of its k is a
@@ -14,11 +14,15 @@
  * With each slice come the columns of its expert's tokens, up to four, as they lie in memory; the warp brings them into
  * fixed point in their place (device/fixed_point.cuh), as they are of use to no other. Their upper and lower bytes are
  * the mma's eight columns, so a lane has both sums of a token. An expert with more pairs is there again (table.cuh).
+ *
+ * Of weights of 8 bits columns become codes instead: of groups of 128 k by themselves; of a scale a token once each CTA
+ * knows the largest size of the row, of x while the router runs, of h as soon as all of it is written. s8 is multiplied
+ * as it lies; e4m3 in f16, where a product of two codes is exact.
  */
 #ifndef CUMOE_DRAWN_CUH
 #define CUMOE_DRAWN_CUH
 
-#include "few/drawn_products.cuh"
+#include "few/drawn_bytes.cuh"
 #include "few/epilogue.cuh"
 #include "few/table.cuh"
 
@@ -96,13 +100,19 @@ DEVICE void multiply_drawn(const few_args &args, drawn_smem<L> &smem, const draw
 {
   const gemm_args &g = at.unit.down ? args.down : args.up;
   float(&worth)[L::COLUMNS][L::RUNS] = smem.worth[warp_id()];
-  arrange_columns<L>(g, at, smem.table.column[at.unit.active], stage, worth);
+  if constexpr (L::BYTES) {
+    arrange_bytes<L>(args, smem, at, stage, worth);
+    return multiply_bytes<L>(stage, lane, worth, at, g.b, sum);
+  } else {
+    arrange_columns<L>(g, at, smem.table.column[at.unit.active], stage, worth);
 
-  const drawn_reader<L> from(stage, lane, worth, at.unit.columns);
-  if constexpr (same_type<typename L::W, mx4>)
-    multiply_slice_mx4<L>(from, smem.zeros, at.scales, sum);
-  else
-    multiply_slice<L>(from, *reinterpret_cast<const volatile uint32_t *>(smem.zeros), at.scales, g.b.scale.dtype, sum);
+    const drawn_reader<L> from(stage, lane, worth, at.unit.columns);
+    if constexpr (same_type<typename L::W, mx4>)
+      multiply_slice_mx4<L>(from, smem.zeros, at.scales, sum);
+    else
+      multiply_slice<L>(from, *reinterpret_cast<const volatile uint32_t *>(smem.zeros), at.scales, g.b.scale.dtype,
+                        sum);
+  }
 }
 
 /* A warp's units: of up, unless this is not the first round, and of down those of its CTA's octets from `first` on. */
@@ -161,7 +171,11 @@ template <class L> DEVICE void drawn_gemm(const few_args &args, drawn_smem<L> &s
   if (threadIdx.x < L::AWAITED) smem.line.count[threadIdx.x] = smem.line.turn[threadIdx.x] = 0;
   if (threadIdx.x < L::TICKETS) smem.line.ticket[threadIdx.x].x = -1;
   if (threadIdx.x == WARP_SIZE) smem.line.cut(args.up.k);
+  const bool early = args.protocol.weights; /* the grid ahead is the router, which reads x as well */
+  if constexpr (L::CODE::QUANTISES) prepare_rows_of_codes<L>(args, smem, early);
   wait_for_earlier_grids();
+  if constexpr (L::CODE::QUANTISES)
+    if (!early) measure_x<L>(args, smem);
   __syncthreads();
   if (threadIdx.x == 0) draw_ticket<L>(args, smem, 0, true);
   check_token_count(args.map.tokens, args.map.fault);

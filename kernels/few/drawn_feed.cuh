@@ -9,6 +9,7 @@
 /* Up to BN weight rows of an active expert, which has so many columns. */
 struct drawn_unit {
   int active, octet, columns; /* active < 0: none is left */
+  int tiles;                  /* that have rows */
   int down, part, number;     /* part: of k; number: of up, of the CTA's */
 };
 
@@ -17,8 +18,8 @@ template <class L> struct drawn_slice {
   drawn_unit unit;
   int slice, last; /* last: of the unit */
   uint32_t scales[L::TILES]
-                 [2]; /* of row l % 16 of a tile and run l / 16, as they lie: u4 one, of mx4 four, of which two
-                                   may be apart */
+                 [2]; /* of row l % 16 of a tile and run l / 16, as they lie: one, of mx4 four, of which two may be
+                                   apart */
 };
 
 /* Where a lane's things lie in a stage, in bytes: what would be worked out anew with every slice is held. */
@@ -28,9 +29,12 @@ template <class L> struct drawn_lane {
 
   DEVICE drawn_lane()
   {
-    const uint32_t lane = lane_id(), octet = lane / 8 % 2 * L::RUNS * WARP_SIZE, token = lane / 8;
+    const uint32_t lane = lane_id(), octet = lane / 8 % 2 * L::LINES * WARP_SIZE, token = lane / 8;
     uint4 all = make_uint4(drawn_vector(lane / 4, lane % 4) * 16, (octet + drawn_vector(lane % 8, lane / 16)) * 16,
                            (token * L::VECTORS + drawn_column_vector(token, lane % 4)) * 16 + lane / 4 % 2 * 8, 0);
+    if constexpr (L::BYTES)
+      all.z = (token * L::VECTORS + (same_type<typename L::CODE::M, s8> ? token : drawn_column_vector(token, 0))) * 16 +
+              lane % 4 * (same_type<typename L::CODE::M, s8> ? 4 : 8);
     hold(all);
     copied = all.x, codes = all.y, elements = all.z;
   }
@@ -48,6 +52,7 @@ template <class L> DEVICE void draw_ticket(const few_args &args, drawn_smem<L> &
 template <class L> struct drawn_feed {
   using W = typename L::W;
   static constexpr bool MX4 = same_type<W, mx4>;
+  static constexpr int BYTES_K = L::BK * L::BITS / 8; /* of a row, in a slice */
 
   const few_args &args;
   drawn_smem<L> &smem;
@@ -64,7 +69,7 @@ template <class L> struct drawn_feed {
   uint32_t routes;                        /* tokens whose routing the warp has to write, a bit each */
 
   DEVICE drawn_feed(const few_args &a, drawn_smem<L> &s, const drawn_lane<L> &l, int e, int octet)
-      : args(a), smem(s), lane(l), experts(e), first(octet), at{0, 0, 0, octet > s.own.first, 0, 0}, slice(0),
+      : args(a), smem(s), lane(l), experts(e), first(octet), at{0, 0, 0, 0, octet > s.own.first, 0, 0}, slice(0),
         slices(0), to(0), routes(0)
   {
   }
@@ -134,9 +139,10 @@ template <class L> struct drawn_feed {
     const gemm_args &g = gemm();
     const bool gated = !at.down && g.gated;
     const few_halves of = at.down ? few_halves{smem.table.down[at.active], nullptr} : smem.table.weights[at.active];
-    const int stride = (int)(g.b.n_stride / 2), l = lane_id(), end = at.down ? first + octets_of_down() : g.n / 8;
+    const int stride = (int)(g.b.n_stride * L::BITS / 8), l = lane_id(),
+              end = at.down ? first + octets_of_down() : g.n / 8;
     const int64_t first_code = (int64_t)(at.octet * 8 + l / 4) * stride + l % 4 * 16;
-    octets = min(end - at.octet, step(gated)) * (gated ? 2 : 1);
+    octets = min(end - at.octet, step(gated)) * (gated ? 2 : 1), at.tiles = ceil_div(octets, 2);
     codes[0] = static_cast<const char *>(of.low) + first_code;
     codes[1] = gated ? static_cast<const char *>(of.high) + first_code : codes[0] + (int64_t)8 * stride;
     behind = (gated ? 8 : 16) * stride;
@@ -145,7 +151,7 @@ template <class L> struct drawn_feed {
     slice = at.part * part_slices, slices = min(slices, slice + part_slices);
     const uint2 columns = *reinterpret_cast<const uint2 *>(smem.table.column[at.active]);
     at.columns = 1 + ((int)columns.x >= 0) + ((columns.y & 0x8000) == 0) + ((int)columns.y >= 0);
-    codes[0] += slice * (L::BK / 2), codes[1] += slice * (L::BK / 2);
+    codes[0] += slice * BYTES_K, codes[1] += slice * BYTES_K;
     row = column(g, smem.table.column[at.active][0]) + slice * L::BK + l * 8;
     locate_scales(g, gated);
   }
@@ -177,14 +183,15 @@ template <class L> struct drawn_feed {
     drawn_stage<L> &stage = smem.stages[warp_id()][to];
     const uint64_t policy = evict_first_policy();
     const uint32_t codes_to = shared_address(&stage) + lane.copied, columns_to = shared_address(stage.columns);
-    const int l = lane_id(), left = k - slice * L::BK, last = left / 2 - 16 - l % 4 * 16;
+    const int l = lane_id(), left = k - slice * L::BK, last = left * L::BITS / 8 - 16 - l % 4 * 16;
 #pragma unroll
-    for (int i = 0; i < L::TILES * 2 * L::RUNS; i++) {
-      const int run = i % L::RUNS, o = i / L::RUNS % 2, t = i / L::RUNS / 2;
-      cp_async_cg_16(codes_to + i * (int)(WARP_SIZE * sizeof(uint4)), codes[o] + (t * behind + min(run * 64, last)),
+    for (int i = 0; i < L::TILES * 2 * L::LINES; i++) {
+      const int line = i % L::LINES, o = i / L::LINES % 2, t = i / L::LINES / 2;
+      if (L::BYTES && t >= at.tiles) continue; /* nor is it multiplied */
+      cp_async_cg_16(codes_to + i * (int)(WARP_SIZE * sizeof(uint4)), codes[o] + (t * behind + min(line * 64, last)),
                      2 * t + o < octets ? 16 : 0, policy);
     }
-    codes[0] += L::BK / 2, codes[1] += L::BK / 2;
+    codes[0] += BYTES_K, codes[1] += BYTES_K;
     const int bytes = l * 8 < left ? 16 : 0;
     cp_async_cg_16(columns_to + l * 16, row, bytes);
 #pragma unroll 1
@@ -231,9 +238,10 @@ template <class L> struct drawn_feed {
   DEVICE void load_scales(uint32_t (&to)[L::TILES][2])
   {
     const scale_matrix &s = gemm().b.scale;
-    const int first_k = slice * L::BK + lane_id() / 16 * 128, left = k - first_k;
-    const int64_t at_block = (int64_t)(first_k + s.k_origin >> shift) * step_of_scales;
-    if constexpr (!MX4) { /* blocks of a power of two, or one of all k */
+    const int first_k = slice * L::BK + lane_id() / 16 * 128, left = k - first_k,
+              block = L::BYTES ? few_quotient(first_k + s.k_origin, s.block_k) : first_k + s.k_origin >> shift;
+    const int64_t at_block = (int64_t)block * step_of_scales;
+    if constexpr (!MX4) { /* of u4 blocks of a power of two, or one of all k */
       if (s.dtype == DT_F32)
         load_blocks<4>(at_block, left > 0, to);
       else if (s.dtype == DT_E8M0 || s.dtype == DT_E4M3)

@@ -4,27 +4,40 @@
 
 #include "few/layout.cuh"
 
-/* A slice is BN weight rows by 256 k. A tile of 16 of them is an octet of gate and the same of up, or two octets. */
+template <class PRODUCT, bool BYTES> struct drawn_code_of {
+  using type = few_fixed_code<typename PRODUCT::W, same_type<typename PRODUCT::W, u4>>;
+};
+template <class PRODUCT> struct drawn_code_of<PRODUCT, true> {
+  using type = few_code<typename PRODUCT::X, typename PRODUCT::W, typename PRODUCT::Y>;
+};
+
+/* A slice is BN weight rows by 256 k. A tile of 16 rows is an octet of gate and the same of up, or two octets. */
 template <class PRODUCT, int TOKENS_, int BN, int BK_, int STAGES_, int WARPS> struct drawn_layout {
   using layout = drawn_layout;
+  using X = typename PRODUCT::X; /* what x and h are multiplied as */
   using W = typename PRODUCT::W;
   using Y = typename PRODUCT::Y; /* of x, h and y in memory */
-  using CODE = few_fixed_code<W, same_type<W, u4>>;
-  static_assert(same_type<typename PRODUCT::X, Y> && operand<W>::BITS == 4, "activations in fixed point");
+  static constexpr int BITS = operand<W>::BITS;
+  static constexpr bool BYTES = BITS == 8;
+  using CODE = typename drawn_code_of<PRODUCT, BYTES>::type;
+  static_assert(BYTES || same_type<X, Y>, "activations as codes, or in fixed point");
   static constexpr bool UP = true; /* the table has both */
   static constexpr bool ANSWERS = false;
-  static constexpr int TOKENS = TOKENS_, PAIRS = FEW_PAIRS(TOKENS), COLUMNS = 4; /* upper and lower bytes of each */
+  static constexpr int TOKENS = TOKENS_, PAIRS = FEW_PAIRS(TOKENS);
+  static constexpr int COLUMNS = 4; /* of the mma's eight: upper and lower bytes of each, or each twice */
   static constexpr int TILES = BN / 16, BK = BK_, STAGES = STAGES_, RUNS = BK / 128, VECTORS = BK / 8;
-  static constexpr int SUMS = 4096; /* of down at a time */
+  static constexpr int LINES = BK * BITS / 512;    /* 64 bytes of a row */
+  static constexpr int SUMS = BYTES ? 2048 : 4096; /* of down at a time */
   /* Of up: parts of k of a unit; units that a CTA draws at once; draws that it knows; units whose parts are awaited. */
-  static constexpr int PARTS = 4, AT_ONCE = 2, TICKETS = 16, AWAITED = 12;
+  static constexpr int PARTS = 4, AT_ONCE = 2, TICKETS = 16, AWAITED = BYTES ? 5 : 12;
+  static constexpr int LEAST = BYTES ? 3 : 1; /* slices of a part: what comes with a part is as long as one or two */
   static constexpr int THREADS = WARPS * WARP_SIZE, EPILOGUE = 0, WRITERS = WARPS; /* all write outputs */
-  static_assert(BK == 256 && THREADS >= PAIRS && TOKENS <= 32 && SUMS >= PAIRS * 32, "drawn_feed.cuh");
+  static_assert(BK == 256 && THREADS >= PAIRS && TOKENS <= 32 && SUMS >= PAIRS * 16, "drawn_feed.cuh");
 };
 
 template <class L> struct alignas(128) drawn_stage {
-  uint4 codes[L::TILES][2][L::RUNS][WARP_SIZE]; /* tile, octet, run of 128 k, vectors of 32 k: drawn_vector */
-  uint4 columns[L::COLUMNS][L::VECTORS];        /* eight elements: as they are in memory, then as they are multiplied */
+  uint4 codes[L::TILES][2][L::LINES][WARP_SIZE]; /* tile, octet, 64 bytes of a row, vectors: drawn_vector */
+  uint4 columns[L::COLUMNS][L::VECTORS]; /* eight elements: as they are in memory, then as they are multiplied */
 };
 
 /* y of the channels at hand, in sums of parts of k. */
@@ -49,7 +62,7 @@ template <class L> struct drawn_y {
   /* Parts of at least three slices, so that each warp has two units; they do not depend on which experts are active. */
   DEVICE void cut(int k, int own, int pairs, int experts)
   {
-    octets = pairs * 64 <= (int)L::SUMS ? 8 : 4, part = pairs * octets * 8;
+    octets = pairs * 64 <= (int)L::SUMS ? 8 : pairs * 32 <= (int)L::SUMS ? 4 : 2, part = pairs * octets * 8;
     const int slices = ceil_div(k, (int)L::BK),
               units = min(pairs, experts) * ceil_div(max(min(own, octets), 1), 2 * L::TILES),
               most = max(min(slices / 3, (int)L::SUMS / part), 1);
@@ -68,9 +81,18 @@ template <class L> struct drawn_line {
   DEVICE void cut(int k)
   {
     const int slices = ceil_div(k, (int)L::BK);
-    each = slices >= L::PARTS ? ceil_div(slices, (int)L::PARTS) : slices;
+    each = slices >= L::PARTS ? max(ceil_div(slices, (int)L::PARTS), (int)L::LEAST) : slices;
     parts = ceil_div(slices, each), items = 0;
   }
+};
+
+/* Where a row of x or h may have one scale: its largest size, of x by token, of h by pair; of an active expert's h,
+ * chunks that a warp has taken, and those of which the largest is known (drawn_rows.cuh). */
+template <class L, bool QUANTISES = L::CODE::QUANTISES> struct drawn_rows {
+};
+template <class L> struct drawn_rows<L, true> {
+  uint32_t of_x[L::TOKENS], of_h[L::PAIRS];
+  int32_t taken[L::PAIRS], measured[L::PAIRS];
 };
 
 template <class PRODUCT, int TOKENS, int BN, int BK, int STAGES, int WARPS>
@@ -80,6 +102,7 @@ struct few_memory<drawn_layout<PRODUCT, TOKENS, BN, BK, STAGES, WARPS>> {
   float worth[WARPS][L::COLUMNS][L::RUNS]; /* of a multiple, in the slice at hand */
   drawn_y<L> y;
   drawn_line<L> line;
+  drawn_rows<L> rows;
   uint64_t weights_ready; /* the table's `weight` */
   few_range own;          /* octets of down */
   int32_t drawn;          /* units of down that warps have taken */

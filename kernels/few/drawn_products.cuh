@@ -63,13 +63,23 @@ DEVICE void arrange_columns(const gemm_args &g, const drawn_slice<L> &at, const 
 
 /* ---- products ---- */
 
+template <class L> struct drawn_words {
+  uint32_t codes; /* where ldmatrix reads vectors 0 and 1 of line 0 of tile 0 */
+
+  /* Words of vectors 2 half and 2 half + 1 of a line: [octet + 2 vector]. */
+  DEVICE void load_words(int tile, int line, int half, uint32_t (&words)[4]) const
+  {
+    constexpr int LINE = WARP_SIZE * sizeof(uint4);
+    ldmatrix_x4(words, (codes ^ half * 32) + line * LINE + tile * 2 * L::LINES * LINE);
+  }
+};
+
 /*
  * A group is 32 k: word q = l % 4 of its vector, eight codes, is a lane's in rows l / 4 and l / 4 + 8, and the same
  * eight elements of column l / 4, which is the upper or the lower bytes of a token. So lane l has the sums of token
  * l % 4 in those rows.
  */
-template <class L> struct drawn_reader {
-  uint32_t codes;                  /* where ldmatrix reads groups 0 and 1 of run 0 of tile 0 */
+template <class L> struct drawn_reader : drawn_words<L> {
   const unsigned char *even, *odd; /* elements of groups 0 and 1 of the slice */
   bool there;
   const float *worth;
@@ -77,17 +87,11 @@ template <class L> struct drawn_reader {
   DEVICE drawn_reader(const drawn_stage<L> &stage, const drawn_lane<L> &own, const float (&worths)[L::COLUMNS][L::RUNS],
                       int columns)
   {
-    codes = shared_address(&stage) + own.codes;
+    this->codes = shared_address(&stage) + own.codes;
     even = reinterpret_cast<const unsigned char *>(stage.columns) + own.elements;
     odd = reinterpret_cast<const unsigned char *>(stage.columns) + (own.elements ^ 4 * sizeof(uint4));
     there = lane_id() / 8 < columns;
     worth = worths[lane_id() % 4];
-  }
-  /* Words of groups 2 half and 2 half + 1 of a run: [octet + 2 group]. */
-  DEVICE void load_words(int tile, int run, int half, uint32_t (&words)[4]) const
-  {
-    constexpr int RUN = WARP_SIZE * sizeof(uint4);
-    ldmatrix_x4(words, (codes ^ half * 32) + run * RUN + tile * 2 * L::RUNS * RUN);
   }
   /* Elements of group g of the slice. */
   DEVICE uint2 load_elements(int g) const

@@ -1,0 +1,3 @@
+/* The experts of several tokens on sm_90a, weights of 8 bits with scales. */
+#define ROWS_few_drawn_quant_sm90
+#include "few/drawn_sm90.cuh"
