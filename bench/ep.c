@@ -18,10 +18,12 @@
  *   allred    what slicing needs besides: NCCL's all-reduce of all ranks' outputs
  *
  *   lib/bench/ep [--ranks N] [--model NAME] [--most T] [--tokens T,T] [--plain] [--sums] [--staged] [--room C]
- *   --most: T up to that; --tokens: these alone; --plain: no NCCL, slices or lanes; --sums: not EXACT; --staged: groups
- *   by NCCL as well; --room: groups for at least C tokens, whose calls say that they have T. More ranks than GPUs share
- *   them, which only shows that it runs; one rank: what its launches cost. NCCL is opened where LD_LIBRARY_PATH has
- *   libnccl.so.2
+ *                [--each]
+ *   --most: T up to that; --tokens: these alone; --plain: no NCCL, slices or lanes; --sums: not EXACT; --staged:
+ *   groups by NCCL as well; --room: groups for at least C tokens, whose calls say that they have T; --each: every
+ *   rank's times, and those of gate and experts in one graph, where the experts' weights have driven the router's and
+ *   the code out of L2 as they do in a layer. More ranks than GPUs share them, which only shows that it runs; one rank:
+ *   what its launches cost. NCCL is opened where LD_LIBRARY_PATH has libnccl.so.2
  */
 #include <math.h>
 #include <pthread.h>
@@ -50,7 +52,7 @@ typedef struct model {
 static const int64_t token_counts[] = {1, 8, 32, 128, 512, 2048, 8192};
 
 static int32_t ranks, gpus;
-static bool plain, sums_alone, staged;
+static bool plain, sums_alone, staged, each;
 static const char *only_tokens; /* "T,T" */
 static int64_t most_room;
 static pthread_barrier_t together;
@@ -59,7 +61,7 @@ static double stores;         /* bytes a second out of a rank, all ranks at once
 
 /* Microseconds, of a cell. */
 typedef struct times {
-  double layer, gate, experts, dispatch, answer, lanes, gather, exchange, sliced, reduce;
+  double layer, gate, experts, serial, dispatch, answer, lanes, gather, exchange, sliced, reduce;
 } times;
 
 typedef struct rank {
@@ -431,19 +433,22 @@ static void time_gate(rank *r, const cell *c)
 
 /* ---- experts ---- */
 
-/* Some rows by ids on the host, x and weights of each the same: by the plan of a shard, or of a slice. */
+/* Some rows by ids on the host, x and weights of each the same: by the plan of a shard, or of a slice. gated: behind
+ * router and gate of this rank's tokens, whose weights the experts' have driven out of L2, as in a layer. */
 static double time_rows(rank *r, const cell *c, cumoe_plan plan, cumoe_weights weights, cumoe_view map,
-                        const int32_t *ids, int64_t rows)
+                        const int32_t *ids, int64_t rows, bool gated)
 {
   const model *m = c->model;
   const int64_t there = rows > 0 ? rows : 1;
-  cumoe_buffer workspace, some, x, chosen;
+  cumoe_buffer workspace, some, x, chosen, gate_ids, gate_weights;
   size_t bytes;
   check(cumoe_plan_workspace(plan, there, &bytes));
   check(cumoe_buffer_alloc(r->context, CUMOE_U8, 1, (int64_t)bytes, NULL, &workspace));
   check(cumoe_buffer_alloc(r->context, CUMOE_F32, there, m->top_k, NULL, &some));
   check(cumoe_buffer_alloc(r->context, CUMOE_BF16, there, m->hidden, NULL, &x));
   check(cumoe_buffer_alloc(r->context, CUMOE_I32, there, m->top_k, NULL, &chosen));
+  check(cumoe_buffer_alloc(r->context, CUMOE_I32, c->tokens, m->top_k, NULL, &gate_ids));
+  check(cumoe_buffer_alloc(r->context, CUMOE_F32, c->tokens, m->top_k, NULL, &gate_weights));
   check(cumoe_fill(r->context, cumoe_buffer_view_mut(some), 0x3e, NULL));
   check(cumoe_synchronize(r->context, NULL));
   check_cuda(
@@ -460,12 +465,15 @@ static double time_rows(rank *r, const cell *c, cumoe_plan plan, cumoe_weights w
                             .out = cumoe_matrix_mut(r->out.data, CUMOE_BF16, rows, m->hidden, m->hidden),
                             .workspace = cumoe_buffer_view_mut(workspace)};
   check(cumoe_graph_begin(r->context, r->stream));
+  if (gated) launch_gate(r, c, cumoe_buffer_view_mut(gate_ids), cumoe_buffer_view_mut(gate_weights));
   if (rows) check(cumoe_moe_forward(plan, weights, &a, r->stream));
   const double us = time_graph(r, end_graph(r), replays_of(c));
   check(cumoe_buffer_free(&workspace));
   check(cumoe_buffer_free(&some));
   check(cumoe_buffer_free(&x));
   check(cumoe_buffer_free(&chosen));
+  check(cumoe_buffer_free(&gate_ids));
+  check(cumoe_buffer_free(&gate_weights));
   return us;
 }
 
@@ -494,11 +502,12 @@ static void time_experts(rank *r, const cell *c)
   const int32_t k = c->model->top_k;
   int32_t *ids = malloc((size_t)(ranks * c->tokens * k) * sizeof *ids);
   const int64_t rows = received(r, c, ids);
-  r->us.experts = time_rows(r, c, r->plan, r->weights, r->map, ids, rows);
+  r->us.experts = time_rows(r, c, r->plan, r->weights, r->map, ids, rows, false);
+  if (each) r->us.serial = time_rows(r, c, r->plan, r->weights, r->map, ids, rows, true);
   for (int32_t i = 0; i < ranks; i++)
     memcpy(ids + i * c->tokens * k, all[i].ids, (size_t)(c->tokens * k) * sizeof *ids);
   const cumoe_view none = {0};
-  if (!plain && !c->flags) r->us.sliced = time_rows(r, c, r->slice, r->sliced, none, ids, ranks * c->tokens);
+  if (!plain && !c->flags) r->us.sliced = time_rows(r, c, r->slice, r->sliced, none, ids, ranks * c->tokens, false);
   free(ids);
 }
 
@@ -831,6 +840,9 @@ static void print_cell(void)
   print_number(" %*.1f", 8, t->sliced);
   print_number(" %*.1f", 7, t->reduce);
   printf("\n");
+  for (int32_t i = 0; each && i < ranks; i++)
+    printf("# rank %d: layer %.1f, gate %.1f, experts %.1f, both in one graph %.1f\n", (int)i, all[i].us.layer,
+           all[i].us.gate, all[i].us.experts, all[i].us.serial);
   fflush(stdout);
 }
 
@@ -913,6 +925,7 @@ int main(int argc, char **argv)
     if (!strcmp(argv[i], "--plain")) plain = true;
     if (!strcmp(argv[i], "--sums")) sums_alone = true;
     if (!strcmp(argv[i], "--staged")) staged = true;
+    if (!strcmp(argv[i], "--each")) each = true;
     if (!strcmp(argv[i], "--tokens") && i + 1 < argc) only_tokens = argv[++i];
     if (!strcmp(argv[i], "--ranks") && i + 1 < argc) ranks = atoi(argv[++i]);
     if (!strcmp(argv[i], "--model") && i + 1 < argc) named = argv[++i];

@@ -361,11 +361,11 @@ static gate_args gating(const ep_round *r)
   return g;
 }
 
-/* Of few tokens put is the gate as well: a grid less. By dedup their ranks are counted in between. */
+/* Put is the gate as well: a grid less, and rows leave meanwhile. By dedup their ranks are counted in between. */
 static bool gates_in_put(const ep_round *r)
 {
   const group *g = r->c->g;
-  if (on_cpu(g->context) || g->ways.dedup || !r->gated || r->tokens == 0 || r->tokens > EP_GATE_TOKENS) return false;
+  if (on_cpu(g->context) || g->ways.dedup || !r->gated || r->tokens == 0) return false;
   const gate_args gate = gating(r);
   return GATE_IN_REGISTERS(gate) && !GATE_HAS_RULES(gate);
 }

@@ -1837,18 +1837,19 @@ static void answers_on_gpus(void)
   for (size_t i = 0; i < sizeof worlds / sizeof *worlds * 2 && !gave_up; i++) run_world(&worlds[i / 2], i % 2);
   for (size_t i = 0; i < sizeof crowds / sizeof *crowds * 2 && emulated() && !gave_up; i++)
     run_world(&crowds[i / 2], i % 2);
-  for (int i = 0; i < 3 && !gave_up; i++) { /* several CTAs a move, parts of a row, tokens past a CTA of slots */
-    const world w = {.name = i < 2 ? "wider rows" : "wider rows, sums",
+  for (int i = 0; i < 4 && !gave_up; i++) { /* several CTAs a move, parts of a row, tokens past a CTA of slots */
+    static const char *const names[] = {"wider rows", "wider rows", "wider rows, sums", "sums past what a CTA lists"};
+    const world w = {.name = names[i],
                      .ranks = 2,
-                     .experts = 6,
-                     .top_k = 3,
+                     .experts = i < 3 ? 6 : 24,
+                     .top_k = i < 3 ? 3 : 20,
                      .dtype = CUMOE_BF16,
                      .capacity = emulated() ? 40 : 1100,
                      .tokens = {emulated() ? 36 : 1050, 20},
                      .hidden = 2056,
                      .inter = 16,
                      .exact = i < 2};
-    run_world(&w, i > 0);
+    run_world(&w, i == 1 || i == 2);
   }
 }
 

@@ -261,6 +261,130 @@ struct outputs_of_ranks {
   }
 };
 
+/* ---- sums of many tokens ---- */
+
+/* A row of y that a sum takes, from the first column of a slice on: so many threads have 16 bytes of it each. */
+struct addend {
+  const char *from; /* NULL: it weighs nothing */
+  char *to;         /* of a sum's last one: where the sum goes; else NULL */
+  float weight;
+  int threads;
+};
+
+/* Those of several sums, one sum behind the other. */
+struct addends {
+  addend of[EP_RETURN_THREADS];
+  int sum[EP_RETURN_THREADS], of_warp[EP_RETURN_THREADS / WARP_SIZE]; /* which sum; how many a warp has found */
+};
+
+/* A slot of sum `number`, in turn over segments and slices, so that no link idles. False: no row of it is here. */
+template <class In, int COLUMNS>
+DEVICE bool find_addend(const combine_args &c, const ep_args &a, const int *arrived, unsigned number, int slot,
+                        addend *found)
+{
+  const unsigned slices = ceil_div(c.hidden, COLUMNS), ranks = a.shape.ranks, capacity = (unsigned)a.shape.capacity;
+  const unsigned group = number / slices, slice = number - group * slices, row = group / ranks,
+                 source = (a.rank + 1 + (group - row * ranks)) % ranks;
+  if (row >= arrived[source]) return false;
+  const int64_t token = source * capacity + row, there = (int64_t)a.rank * capacity + row, first = slice * COLUMNS;
+  const int line = load_relaxed(c.slot_row + token * c.top_k + slot);
+  const float weight = c.pair_weights ? load_relaxed(c.pair_weights + token * c.pair_weights_ld + slot) : 1.f;
+  const bool known = line < c.rows_cap && line >= ROW_DROPPED;
+  if (!known && slice == 0) report_fault(c.fault, FAULT_ROUTE, slot, token);
+  if (line < 0) return false;
+  const bool adds = known && weight != 0;
+  found->from = adds ? static_cast<const char *>(c.y) + (line * c.y_ld + first) * sizeof(In) : nullptr;
+  found->to = lane_of(a, source) + a.at.y + (there * a.shape.hidden + first) * sizeof(In);
+  found->weight = adds && !c.on_input ? weight : adds;
+  found->threads = (int)min((int64_t)COLUMNS, c.hidden - first) / column_of<In>::SIZE;
+  return true;
+}
+
+/* Of sums number, number + movers ..., a thread a slot; returns how many there are. All know them when all have met. */
+static_assert(MAX_TOP_K <= EP_RETURN_THREADS, "a sum at least");
+template <class In, int COLUMNS>
+DEVICE int find_addends(const combine_args &c, const ep_args &a, const int *arrived, unsigned number, unsigned end,
+                        addends &s)
+{
+  const int sum = (int)threadIdx.x / c.top_k, slot = (int)threadIdx.x - sum * c.top_k;
+  const bool asks = sum < EP_RETURN_THREADS / c.top_k && number + sum * a.movers < end;
+  addend one = {};
+  const bool here = asks && find_addend<In, COLUMNS>(c, a, arrived, number + sum * a.movers, slot, &one);
+  const uint32_t who = __ballot_sync(ALL_LANES, here);
+  if (lane_id() == 0) s.of_warp[warp_id()] = __popc(who);
+  __syncthreads();
+  int at = __popc(who & ((1u << lane_id()) - 1)), all = 0;
+  for (int w = 0; w < EP_RETURN_THREADS / WARP_SIZE; w++) {
+    if (w == warp_id()) at += all;
+    all += s.of_warp[w];
+  }
+  if (here) s.of[at] = one, s.sum[at] = sum;
+  __syncthreads();
+  if ((int)threadIdx.x + 1 < all && s.sum[threadIdx.x] == s.sum[threadIdx.x + 1]) s.of[threadIdx.x].to = nullptr;
+  return all;
+}
+
+constexpr int ADDENDS_AT_ONCE = 8;
+template <class In> struct columns_at_once {
+  column_of<In> y[ADDENDS_AT_ONCE];
+
+  DEVICE void load(const addends &s, int first, int count)
+  {
+#pragma unroll
+    for (int j = 0; j < ADDENDS_AT_ONCE; j++) {
+      const addend &one = s.of[min(first + j, count - 1)];
+      const bool has = first + j < count && one.from && (int)threadIdx.x < one.threads;
+      y[j] = {ld_global_no_allocate(one.from + threadIdx.x * 16, has)};
+    }
+  }
+
+  DEVICE void add_up(const combine_args &c, const addends &s, int first, int count,
+                     float (&sum)[column_of<In>::SIZE]) const
+  {
+    constexpr int SIZE = column_of<In>::SIZE;
+#pragma unroll
+    for (int j = 0; j < ADDENDS_AT_ONCE; j++) {
+      if (first + j >= count) return;
+      const addend &one = s.of[first + j];
+      add(y[j], one.weight, sum);
+      if (!one.to) continue;
+#pragma unroll
+      for (int i = 0; i < SIZE; i++) sum[i] *= c.out_scale;
+      if ((int)threadIdx.x < one.threads) store_f32<SIZE>(reinterpret_cast<In *>(one.to) + threadIdx.x * SIZE, sum);
+#pragma unroll
+      for (int i = 0; i < SIZE; i++) sum[i] = 0;
+    }
+  }
+};
+
+/* A rank of several has few of a token's k rows, and memory's latency is the limit: so rows that are here are listed
+ * first, of many sums, and eight to sixteen of them a thread are in flight, whosever they are. */
+template <class In, int COLUMNS>
+DEVICE void sum_to_ranks(const combine_args &c, const ep_args &a, const outputs_of_ranks &place)
+{
+  __shared__ addends s;
+  const unsigned end = a.shape.ranks * (unsigned)a.shape.capacity * ceil_div(c.hidden, COLUMNS),
+                 step = EP_RETURN_THREADS / c.top_k * a.movers;
+  if (!c.protocol.early_inputs) place.wait();
+#pragma unroll 1
+  for (unsigned number = blockIdx.x; number < end; number += step) {
+    const int count = find_addends<In, COLUMNS>(c, a, place.arrived, number, end, s);
+    float sum[column_of<In>::SIZE] = {};
+    columns_at_once<In> now, next;
+    if (c.protocol.early_inputs && number == blockIdx.x) place.wait();
+    __syncthreads();
+    if (count > 0) now.load(s, 0, count);
+#pragma unroll 1
+    for (int first = 0; first < count; first += ADDENDS_AT_ONCE, now = next) {
+      next.load(s, first + ADDENDS_AT_ONCE, count);
+      now.add_up(c, s, first, count, sum);
+    }
+    __syncthreads();
+  }
+}
+
+/* ---- answer by the layer's combine, of whatever kind ---- */
+
 template <class In, int COLUMNS>
 DEVICE void combine_to_ranks(const combine_args &c, const ep_args &a, uint32_t exchange)
 {
@@ -269,9 +393,12 @@ DEVICE void combine_to_ranks(const combine_args &c, const ep_args &a, uint32_t e
   __shared__ int arrived[EP_MAX_RANKS];
   for (int r = threadIdx.x; r < a.shape.ranks; r += blockDim.x) arrived[r] = load_relaxed(&a.arrived[r]);
   __syncthreads();
+  if (c.reduce && !a.packets && !c.protocol.discard_h)
+    sum_to_ranks<In, COLUMNS>(c, a, outputs_of_ranks{a, arrived, 0, exchange});
+  else
 #pragma unroll 1
-  for (unsigned i = blockIdx.x; i < parts; i += a.movers)
-    combine_gather<In, In, COLUMNS>(c, outputs_of_ranks{a, arrived, i, exchange});
+    for (unsigned i = blockIdx.x; i < parts; i += a.movers)
+      combine_gather<In, In, COLUMNS>(c, outputs_of_ranks{a, arrived, i, exchange});
   add_counts(a);
 }
 

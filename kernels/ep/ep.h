@@ -138,7 +138,6 @@ typedef struct ep_args {
 enum { EP_PART_BYTES = 4096, EP_MOVE_THREADS = 512, EP_WAIT_THREADS = 1024, EP_MOVE_ROWS = 8, EP_MOVE_CTAS = 128 };
 enum { EP_RETURN_THREADS = 128, EP_RETURN_RESIDENT = 4, EP_FILL_CTAS = 32 };
 enum { EP_FINISH_CTAS = 128, EP_FINISH_LEAST = 16, EP_FINISH_MOST = 32 }; /* of all ranks; of one */
-enum { EP_GATE_TOKENS = 128 };  /* at most, of which put does the gate's work */
 enum { EP_PACKET_TOKENS = 32 }; /* above, twice the bytes take longer than waiting for what was stored */
 #define EP_PACKED 0x80000000u   /* in a flag's number of tokens: their slots come as packets */
 

@@ -67,11 +67,21 @@ DEVICE void load_row(const ep_args &a, unsigned token, row_part &p)
   load_part(p, static_cast<const char *>(a.x) + token * a.x_ld * a.shape.element, row_vectors(a));
 }
 
+/* Of many tokens all others in turn, each token's warp from another one on, then its own: no rank gets the rows of all
+ * others at once while links to the rest idle. Of few this would only be more code to fetch. */
+DEVICE int rank_in_turn(const ep_args &a, unsigned token, int i)
+{
+  const int others = a.shape.ranks - 1;
+  if (a.packets) return i;
+  return i < others ? (int)((a.rank + 1 + (token + i) % others) % a.shape.ranks) : a.rank;
+}
+
 DEVICE void store_row(const ep_args &a, unsigned token, const row_part &p)
 {
   const int width = row_vectors(a);
   const int64_t bytes = (int64_t)width * 16, first = a.rank * a.shape.capacity;
-  for (int r = 0; r < a.shape.ranks; r++) {
+  for (int i = 0; i < a.shape.ranks; i++) {
+    const int r = rank_in_turn(a, token, i);
     const int row = row_there(a, active_ranks(a), token, r);
     if (row >= 0) store_part(p, lane_of(a, r) + a.at.x + (first + row) * bytes, width);
   }
