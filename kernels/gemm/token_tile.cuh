@@ -236,15 +236,6 @@ template <class S> DEVICE void load_tokens(uint32_t address, uint32_t (&a)[S::BK
   for (int k = 0; k < S::BK / 32; k++) ldmatrix_x4(a[k], address ^ k * 32);
 }
 
-DEVICE void ld_shared_scales(uint32_t at, float (&w)[1])
-{
-  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(w[0]) : "r"(at) : "memory");
-}
-DEVICE void ld_shared_scales(uint32_t at, float (&w)[2])
-{
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(w[0]), "=f"(w[1]) : "r"(at) : "memory");
-}
-
 /*
  * The same of two pieces where rows come in order: a consumer's tokens of a stage go to registers, from which both
  * pieces take them. So shared memory gives 128 KB a stage instead of 144.
@@ -267,13 +258,13 @@ DEVICE void multiply_held_tokens(const gemm_args &args, pipeline_smem<S> &smem, 
     for (int piece = 0; piece < tile::PIECES; piece++) {
       begin_held_piece<S>(a, first.weights + at.stage * (S::COLUMNS * 8) + piece * (tile::COLUMNS * 8), part);
       const float *x = row_scales_of<S>(smem, at) + first.scale;
-      float w[tile::HALVES];
-      ld_shared_scales(first.weight_scales + (at.stage * 4 + piece * tile::HALVES) * (int)sizeof(float), w);
+      const uint32_t scale = first.weight_scales + (at.stage * 4 + piece * tile::HALVES) * (int)sizeof(float);
       float factor[2][tile::HALVES]; /* of the token, of even and odd octets */
 #pragma unroll
       for (int half = 0; half < tile::HALVES; half++) {
-        factor[0][half] = x[0] * w[half];
-        factor[1][half] = x[8] * w[half];
+        const float w = __uint_as_float(lds_32(scale + half * (int)sizeof(float)));
+        factor[0][half] = x[0] * w;
+        factor[1][half] = x[8] * w;
       }
       pipeline_state<S::STAGES> next = at;
       next.advance();
