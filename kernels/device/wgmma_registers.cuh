@@ -128,6 +128,7 @@ template <int N> struct wgmma_registers_m64k32_e4m3;
   };
 WGMMA_REGISTERS_E4M3(8, "%0,%1,%2,%3", "%4,%5,%6,%7", "%8", "%9", "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]))
 WGMMA_REGISTERS_E4M3(16, DS16, "%8,%9,%10,%11", "%12", "%13", FS16)
+WGMMA_REGISTERS_E4M3(128, DS128, "%64,%65,%66,%67", "%68", "%69", FS128)
 
 #undef WGMMA_REGISTERS_E4M3_
 #undef WGMMA_REGISTERS_E4M3

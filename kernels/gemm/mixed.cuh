@@ -19,6 +19,7 @@
 template <class S, class W> struct format_scales;
 
 template <class PRODUCT, int CLUSTER_, int BM_, int BN, int BK_, int STAGES_, int WARPS> struct mixed_shape : PRODUCT {
+  static constexpr int STAGED = 1; /* as pipeline_shape's */
   using SCALES = format_scales<mixed_shape, typename PRODUCT::W>;
   static constexpr int BM = BM_, BK = BK_, STAGES = STAGES_, CLUSTER = CLUSTER_;
   static constexpr bool SCALED = false;                /* rows have no scales */

@@ -77,6 +77,15 @@ DEVICE void finish_sums(const gemm_args &args, bool up_first, uint4 *staged, int
         [](float &sum, float bias) { sum = __fadd_rn(sum, bias); });
 }
 
+/* As swiglu::of_biased, but a sigmoid below 2^-126 is 0: half of the instructions, which are what the epilogue takes. */
+template <finish_kind KIND> DEVICE float finish_token(const swiglu &act, float g, float u)
+{
+  const float alpha = KIND == FINISH_silu ? 1.f : act.alpha;
+  if (KIND != FINISH_silu) clamp_gated(act.gate_limit, act.limit, g, u);
+  const float sigmoid = rcp_approx_ftz(1.f + ex2_approx_ftz(-alpha * g * 1.44269504f));
+  return g * sigmoid * (KIND == FINISH_silu ? u : u + act.shift);
+}
+
 /* What two neighbouring channels of a piece's `octet`, of half h of the tokens, become. */
 template <class S, finish_kind KIND>
 DEVICE uint32_t finish_tokens(const swiglu &act, const float *acc, int octet, int h)
@@ -86,7 +95,7 @@ DEVICE uint32_t finish_tokens(const swiglu &act, const float *acc, int octet, in
   for (int i = 0; i < 2; i++) {
     if constexpr (token_tile<S>::HALVES == 2) {
       const float low = acc[8 * octet + 2 * h + i], high = acc[8 * octet + 4 + 2 * h + i];
-      value[i] = act.of_biased<KIND>(act.up_first ? high : low, act.up_first ? low : high);
+      value[i] = finish_token<KIND>(act, act.up_first ? high : low, act.up_first ? low : high);
     } else {
       value[i] = acc[4 * octet + 2 * h + i];
     }
@@ -102,26 +111,27 @@ template <class S> DEVICE int stored_token(int thread, int block, int h)
 }
 
 /* take(first, h, out) of a piece: of one token two outputs in each of four octets from `first` on. Four at a time, as
- * registers are full; of tokens that none of a warp's are there none. */
-template <class S, finish_kind KIND, class F>
+ * registers are full; of tokens that none of a warp's are there none. taken(h): all of them. */
+template <class S, finish_kind KIND, class F, class G>
 DEVICE void finish_piece(const gemm_args &args, bool up_first, const tile_unit &unit, int thread, int block,
-                         const float *acc, const F &take)
+                         const float *acc, const F &take, const G &taken)
 {
   const swiglu act(args, up_first);
 #pragma unroll
-  for (int first = 0; first < token_tile<S>::CHANNELS / 8; first += 4) {
+  for (int h = 0; h < 2; h++) {
+    if (stored_token<S>(thread, block, h) - thread % WARP_SIZE / 4 >= unit.rows) continue;
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-      if (stored_token<S>(thread, block, h) - thread % WARP_SIZE / 4 >= unit.rows) continue;
+    for (int first = 0; first < token_tile<S>::CHANNELS / 8; first += 4) {
       uint32_t out[4];
 #pragma unroll
       for (int i = 0; i < 4; i++) out[i] = finish_tokens<S, KIND>(act, acc, first + i, h);
       take(first, h, out);
     }
+    taken(h);
   }
 }
 
-/* A warp's own 512 bytes: of 8 tokens 64 bytes of channels, so that those are stored together, four vectors that are
+/* A warp's own, by 512 bytes: of 8 tokens 64 bytes of channels, so that those are stored together, four vectors that are
  * rotated, so that no lanes meet in a bank. */
 template <class S> DEVICE uint4 *staged_of_warp(wgmma_staging<S> &smem, int thread)
 {
@@ -136,37 +146,39 @@ DEVICE uint4 *staged_vector(uint4 *staged, int thread, int vector)
 
 /* ---- to memory, as they are ---- */
 
-template <class S>
-DEVICE void store_token_octets(const gemm_args &args, uint4 *staged, int thread, const uint32_t (&out)[4], int64_t row,
-                               int channel, bool there)
-{
-  const int part = thread % 4;
-  __syncwarp(); /* what was there is read */
-#pragma unroll
-  for (int i = 0; i < 4; i++) reinterpret_cast<uint32_t *>(staged_vector(staged, thread, i))[part] = out[i];
-  __syncwarp();
-  if (there)
-    st_global_16(static_cast<typename S::Y *>(args.c) + row * args.c_ld + channel, *staged_vector(staged, thread, part),
-                 args.protocol.evict_last);
-}
-
-/* A consumer's share of a tile, as are store_codes_as and what they are given: pieces whose channels begin there. */
+/* A consumer's share of a tile, as are store_codes_as and what they are given: pieces whose channels begin there. Of a
+ * piece all channels of 8 tokens are staged, then stored. */
 template <class S, finish_kind KIND>
 DEVICE void store_rounded_as(const gemm_sm90_args &args, wgmma_staging<S> &smem, const tile_unit &unit, token_share own,
                              int pieces, int channel0, const typename token_tile<S>::sums &acc)
 {
   using tile = token_tile<S>;
-  const int thread = (int)tid_x();
+  static_assert(S::STAGED * 4 == tile::CHANNELS / 8, "octets of a piece");
+  const int thread = (int)tid_x(), part = thread % 4;
   uint4 *staged = staged_of_warp<S>(smem, thread);
 #pragma unroll
   for (int piece = 0; piece < tile::PIECES; piece++) {
     if (piece >= pieces) continue;
-    const int begin = channel0 + piece * tile::CHANNELS;
+    __syncwarp(); /* what was there is read */
     finish_piece<S, KIND>(
-        args.g, args.up_first, unit, thread, own.block, acc[piece], [&](int first, int h, const uint32_t(&out)[4]) {
-          const int row = stored_token<S>(thread, own.block, h), channel = begin + first * 8 + thread % 4 * 8;
-          store_token_octets<S>(args.g, staged, thread, out, (int64_t)unit.row + row, channel,
-                                row < unit.rows && channel < args.g.n);
+        args.g, args.up_first, unit, thread, own.block, acc[piece],
+        [&](int first, int, const uint32_t(&out)[4]) {
+#pragma unroll
+          for (int i = 0; i < 4; i++)
+            reinterpret_cast<uint32_t *>(staged_vector(staged + first / 4 * WARP_SIZE, thread, i))[part] = out[i];
+        },
+        [&](int h) {
+          const int row = stored_token<S>(thread, own.block, h);
+          const int channel = channel0 + piece * tile::CHANNELS + part * 8;
+          typename S::Y *to =
+              static_cast<typename S::Y *>(args.g.c) + ((int64_t)unit.row + row) * args.g.c_ld + channel;
+          __syncwarp();
+#pragma unroll
+          for (int i = 0; i < S::STAGED; i++)
+            if (row < unit.rows && channel + i * 32 < args.g.n)
+              st_global_16(to + i * 32, *staged_vector(staged + i * WARP_SIZE, thread, part),
+                           args.g.protocol.evict_last);
+          __syncwarp();
         });
   }
 }
@@ -177,7 +189,7 @@ enum { BAR_CONSUMERS = 3 }; /* bar_sync: 1 and 2 are a consumer's */
 
 /* Of a thread's two tokens, the largest |output| among the channels that share a scale. */
 template <class S>
-DEVICE void largest_outputs(uint4 (*staged)[WARP_SIZE] /* of all consumers' warps */, int pieces,
+DEVICE void largest_outputs(uint4 (*staged)[S::STAGED * WARP_SIZE] /* of all consumers' warps */, int pieces,
                             const typename token_tile<S>::sums &acc, float (&most)[2])
 {
   using tile = token_tile<S>;
@@ -268,13 +280,14 @@ DEVICE void store_codes_as(const gemm_sm90_args &args, wgmma_staging<S> &smem, c
 #pragma unroll
   for (int piece = 0; piece < tile::PIECES; piece++) {
     if (piece >= pieces) continue;
-    finish_piece<S, KIND>(args.g, args.up_first, unit, thread, own.block, acc[piece],
-                          [&](int first, int h, const uint32_t(&out)[4]) {
+    finish_piece<S, KIND>(
+        args.g, args.up_first, unit, thread, own.block, acc[piece],
+        [&](int first, int h, const uint32_t(&out)[4]) {
 #pragma unroll
-                            for (int i = 0; i < 4; i++)
-                              outputs_of<S>(acc[piece], first + i, h) = __uint_as_float(out[i]);
-                            __syncwarp();
-                          });
+          for (int i = 0; i < 4; i++) outputs_of<S>(acc[piece], first + i, h) = __uint_as_float(out[i]);
+          __syncwarp();
+        },
+        [](int) {});
   }
   store_share_codes<S>(args, smem, unit, own, pieces, channel0, acc);
 }

@@ -10,6 +10,7 @@
 #ifndef CUMOE_TOKEN_TILE_CUH
 #define CUMOE_TOKEN_TILE_CUH
 
+#include "device/wgmma_registers.cuh"
 #include "gemm/scaled_tile.cuh"
 
 /* A piece: a block of tokens x weight rows, of gate and up by octets in turn, as columns. Each consumer has a block and
@@ -46,8 +47,56 @@ template <class S> DEVICE bool tokens_are_rows(const gemm_args &args)
   return scales_of_blocks(&args.b.scale, args.gated, S::BK, token_tile<S>::CHANNELS);
 }
 
-/* Scales of a consumer's weights that change along k: lane l has that of piece l / 2 and octets l % 2, which are gate
- * or up. Read while a stage is multiplied: those of the next 31 lie in the same line. All others are the epilogue's. */
+/* Of each stage, scales of weights that change along k: of each piece's gate and up. All others are the epilogue's. */
+template <class S, bool SERVED = token_tile<S>::SERVED> struct token_scale_stages {
+};
+template <class S> struct token_scale_stages<S, true> {
+  static constexpr int EACH = token_tile<S>::PIECES * token_tile<S>::HALVES;
+  alignas(16) float weight_scales[S::STAGES][4];
+};
+
+/* Puts them there, the producing warp: its lanes have those of LANES stages, and of the next as many. */
+template <class S> struct token_weight_scales {
+  using stages = token_scale_stages<S>;
+  static constexpr int LANES = WARP_SIZE / stages::EACH;
+  const char *from; /* NULL: none */
+  uint32_t bits, ahead;
+
+  DEVICE token_weight_scales(const gemm_args &args, bool up_first, const tile_unit &unit)
+      : from(nullptr), bits(0), ahead(0)
+  {
+    using tile = token_tile<S>;
+    const scale_matrix &s = args.b.scale;
+    if (s.dtype == DT_NONE || s.k_stride == 0 || unit.rows <= tile::TOKENS) return;
+    const int i = lane_id() % stages::EACH, half = tile::HALVES == 2 ? i % 2 ^ (int)up_first : 0;
+    const int channel = (unit.n * tile::PIECES + i / tile::HALVES) * tile::CHANNELS;
+    from = static_cast<const char *>(scale_base(s, half, unit.expert)) +
+           (scale_row(s, half, min(channel, args.n - 1)) + scale_step(s, 0)) * scale_bytes(s.dtype);
+    ahead = of_stage(args, lane_id() / stages::EACH);
+  }
+
+  DEVICE uint32_t of_stage(const gemm_args &args, int stage) const
+  {
+    const scale_matrix &s = args.b.scale;
+    return load_scale_bits(from, min(stage, ceil_div(args.k, S::BK) - 1) * s.k_stride, s.dtype);
+  }
+
+  /* Of stage number `number` of the unit. */
+  DEVICE void put(const gemm_args &args, stages &smem, int stage, int number)
+  {
+    if (number % LANES == 0) {
+      bits = ahead;
+      if (from) ahead = of_stage(args, number + LANES + lane_id() / stages::EACH);
+    }
+    if (lane_id() / stages::EACH == number % LANES)
+      smem.weight_scales[stage][lane_id() % stages::EACH] = from ? scale_value(bits, args.b.scale.dtype) : 1.f;
+    __syncwarp();
+  }
+};
+
+/* Scales of a consumer's weights that change along k, where producers put none: lane l has that of piece l / 2 and
+ * octets l % 2, which are gate or up. Read while a stage is multiplied: those of the next 31 lie in the same line. All
+ * others are the epilogue's. */
 template <class S> struct token_weight_scale {
   const char *next; /* NULL: none */
 
@@ -149,13 +198,98 @@ DEVICE void multiply_token_pieces(const gemm_args &args, pipeline_smem<S> &smem,
   }
 }
 
+/* Of stage 0: where a lane's tokens lie as ldmatrix reads them, weights (lower words of operands) and their scales; the
+ * scale of its first token. */
+template <class S> struct held_operands {
+  uint32_t rows, weights, weight_scales;
+  int scale;
+
+  DEVICE held_operands(const gemm_args &args, const pipeline_smem<S> &smem, const token_scale_stages<S> &scales,
+                       const tile_unit &unit, token_share own)
+  {
+    using tile = token_tile<S>;
+    const unsigned thread = tid_x() % S::GROUP, l = thread % WARP_SIZE;
+    const unsigned row = own.block * tile::TOKENS + thread / WARP_SIZE * 16 + l % 16;
+    rows = shared_address(smem.rows[0]) + row * 128 + ((l / 16) ^ (l % 8)) * 16;
+    weights = (uint32_t)wgmma_operand(smem.weights[0]) + own.piece * (tile::COLUMNS * 8);
+    weight_scales = shared_address(scales.weight_scales[0] + own.piece * tile::HALVES);
+    scale = token_scale_place<S>(args, unit, own.block);
+  }
+};
+
+template <class S>
+DEVICE void begin_held_piece(const uint32_t (&a)[S::BK / 32][4], uint32_t b, float (&part)[token_tile<S>::ACCUMULATORS])
+{
+  using tile = token_tile<S>;
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < S::BK / 32; k++)
+    wgmma_registers_m64k32_e4m3<tile::COLUMNS>::template run<1024>(part, a[k], b + k * 2, k > 0);
+  wgmma_commit_group();
+}
+
+template <class S> DEVICE void load_tokens(uint32_t address, uint32_t (&a)[S::BK / 32][4])
+{
+#pragma unroll
+  for (int k = 0; k < S::BK / 32; k++) ldmatrix_x4(a[k], address ^ k * 32);
+}
+
+/*
+ * The same of two pieces where rows come in order: a consumer's tokens of a stage go to registers, from which both
+ * pieces take them. So shared memory gives 128 KB a stage instead of 144.
+ */
+template <class S>
+DEVICE void multiply_held_tokens(const gemm_args &args, pipeline_smem<S> &smem, const token_scale_stages<S> &scales,
+                                 pipeline_state<S::STAGES> &at, const tile_unit &unit,
+                                 typename token_tile<S>::sums &acc)
+{
+  using tile = token_tile<S>;
+  const token_share own = share_of<S>(tile::PIECES);
+  const held_operands<S> first(args, smem, scales, unit, own);
+  wait_for(&smem.full[at.stage], at.phase);
+  uint32_t a[S::BK / 32][4];
+  load_tokens<S>(first.rows + at.stage * (S::BM * S::BK), a);
+#pragma unroll 1
+  for (int left = args.k; left > 0; left -= S::BK) {
+    float part[tile::ACCUMULATORS];
+#pragma unroll
+    for (int piece = 0; piece < tile::PIECES; piece++) {
+      begin_held_piece<S>(a, first.weights + at.stage * (S::COLUMNS * 8) + piece * (tile::COLUMNS * 8), part);
+      const float *x = row_scales_of<S>(smem, at) + first.scale;
+      const uint32_t scale = first.weight_scales + (at.stage * 4 + piece * tile::HALVES) * (int)sizeof(float);
+      float factor[2][tile::HALVES]; /* of the token, of even and odd octets */
+#pragma unroll
+      for (int half = 0; half < tile::HALVES; half++) {
+        const float w = __uint_as_float(lds_32(scale + half * (int)sizeof(float)));
+        factor[0][half] = x[0] * w;
+        factor[1][half] = x[8] * w;
+      }
+      pipeline_state<S::STAGES> next = at;
+      next.advance();
+      if (piece + 1 == tile::PIECES && left > S::BK) wait_for(&smem.full[next.stage], next.phase);
+      wgmma_wait_group<0>();
+      if (piece + 1 == tile::PIECES) {
+        release_stage<S>(smem, at.stage);
+        at = next;
+        if (left > S::BK) load_tokens<S>(first.rows + at.stage * (S::BM * S::BK), a);
+      }
+      hold(part);
+#pragma unroll
+      for (int v = 0; v < tile::ACCUMULATORS; v++)
+        acc[piece][v] = fmaf(part[v], factor[v / 2 % 2][v / 4 % tile::HALVES], acc[piece][v]);
+    }
+  }
+}
+
 /* acc = rows x weights of a consumer's share of a unit, whose channels begin there. */
 template <class S>
-DEVICE void multiply_tokens(const gemm_args &args, bool up_first, pipeline_smem<S> &smem, pipeline_state<S::STAGES> &at,
-                            const tile_unit &unit, int channel, typename token_tile<S>::sums &acc)
+DEVICE void multiply_tokens(const gemm_args &args, bool up_first, pipeline_smem<S> &smem,
+                            const token_scale_stages<S> &scales, pipeline_state<S::STAGES> &at, const tile_unit &unit,
+                            int channel, typename token_tile<S>::sums &acc)
 {
   using tile = token_tile<S>;
   const int pieces = pieces_of<S>(unit);
+  if (pieces > 1 && !S::gathers(args)) return multiply_held_tokens<S>(args, smem, scales, at, unit, acc);
   const token_weight_scale<S> weights(args, up_first, unit.expert,
                                       channel + share_of<S>(pieces).piece * tile::CHANNELS);
   const int place = token_scale_place<S>(args, unit, share_of<S>(pieces).block);

@@ -40,6 +40,7 @@ template <class PRODUCT, int BM_, int BN, int BK_, int STAGES_, int WARPS> struc
    * elements of a row, all rows' first lines first; WEIGHT_LINE: elements of W of a weight row. Both of a stage. */
   static constexpr bool PACKED = false;
   static constexpr int LINES = 1, LINE = BK, WEIGHT_LINE = BK;
+  static constexpr int STAGED = 1; /* 512 bytes of outputs that a warp stages */
   static_assert(BK * BITS == WGMMA_BK * 16 && THREADS == (CONSUMERS + 1) * GROUP,
                 "a swizzle line of k; three warpgroups");
   static_assert(BM % WGMMA_STEP == 0 && BM <= 256, "whole wgmma operands");
@@ -56,7 +57,7 @@ template <class S> struct row_scale_stages<S, true> {
 
 /* Between accumulators and memory. */
 template <class S> struct wgmma_staging : row_scale_stages<S, S::SCALED> {
-  uint4 staged[S::CONSUMERS][S::GROUP / WARP_SIZE][WARP_SIZE]; /* a warp's own */
+  uint4 staged[S::CONSUMERS][S::GROUP / WARP_SIZE][S::STAGED * WARP_SIZE]; /* a warp's own */
   float row_weights[S::CONSUMERS][S::BM];
 };
 

@@ -32,6 +32,9 @@ struct wgmma_shape : pipeline_shape<PRODUCT, BM, BN, BK, STAGES, WARPS> {
   static constexpr int CLUSTER = CLUSTER_;
   static_assert(CLUSTER == 2, "CTAs share in halves");
   static constexpr bool RELEASE_AT_ONCE = false, SCALES_BY_COPY = true;
+  /* Of codes of e4m3: a piece's channels of eight tokens (token_store.cuh). */
+  static constexpr int STAGED =
+      same_type<typename PRODUCT::X, e4m3> ? PRODUCT::EPILOGUE == EPILOGUE_activation ? 2 : 4 : 1;
   static constexpr bool WOVEN = false; /* rows are put into another order in their stages (gemm/packed.cuh) */
   static constexpr int HELPERS = 0;    /* warps of producers that arrive at a stage's `full`, too */
   static constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 56; /* 384 threads start with 168 each */
@@ -52,7 +55,7 @@ template <class S, bool WOVEN = S::WOVEN> struct packed_stages : factor_stages<S
 template <class S> struct packed_stages<S, true> : woven_stages<S> {
 };
 
-template <class S> struct wgmma_smem : pipeline_smem<S>, packed_stages<S> {
+template <class S> struct wgmma_smem : pipeline_smem<S>, packed_stages<S>, token_scale_stages<S> {
   int32_t drawn[UNITS_AHEAD];
   uint64_t drawn_ready[UNITS_AHEAD];
 };
@@ -295,6 +298,19 @@ DEVICE void copy_boxes(const gemm_sm90_args &args, wgmma_smem<S> &smem, const ti
   }
 }
 
+/* Where tokens are the 64-row operand: scales of weights beside each stage. */
+struct no_scales {
+  DEVICE no_scales(const gemm_args &, bool, const tile_unit &) {}
+  template <class... ARGS> DEVICE void put(const ARGS &...) const {}
+};
+template <class S, bool SERVED> struct producer_scales_of : no_scales {
+  using no_scales::no_scales;
+};
+template <class S> struct producer_scales_of<S, true> : token_weight_scales<S> {
+  using token_weight_scales<S>::token_weight_scales;
+};
+template <class S> using producer_scales = producer_scales_of<S, token_tile<S>::SERVED>;
+
 template <class S> DEVICE void post_unit(wgmma_smem<S> &smem, const tile_unit &tile, int slot)
 {
   smem.units[slot] = tile;
@@ -309,9 +325,12 @@ DEVICE void produce_ordered(const gemm_sm90_args &args, wgmma_smem<S> &smem, con
 {
   const int boxes = ceil_div(tile.rows, ROWS_OF_BOX(S::BITS));
   ordered_scales<S> scales(args.g, tile);
+  producer_scales<S> weights(args.g, args.up_first, tile);
 #pragma unroll 1
   for (int k0 = 0; k0 < args.g.k; k0 += S::BK, at.advance()) {
     wait_for(&smem.empty[at.stage], at.phase ^ 1);
+    if (tile.rows > token_tile<S>::TOKENS) /* of fewer, consumers find them sooner */
+      weights.put(args.g, smem, at.stage, k0 / S::BK);
     if (elect_one()) {
       if (k0 == 0) post_unit(smem, tile, slot);
       copy_boxes<S, PAIRED>(args, smem, tile, boxes, at, k0, S::SCALED ? scales.bytes : 0);
@@ -426,7 +445,7 @@ DEVICE void consume_tokens(const gemm_sm90_args &args, wgmma_smem<S> &smem, pipe
   const int channel = unit.n * wgmma_channels<S>(args.g);
   if (channel >= args.g.n) return skip<S>(args.g, smem, at);
   kept_word<S>(smem) = slot;
-  multiply_tokens<S>(args.g, args.up_first, smem, at, unit, channel, acc);
+  multiply_tokens<S>(args.g, args.up_first, smem, smem, at, unit, channel, acc);
   const tile_unit stored = smem.units[kept_word<S>(smem)];
   store_tokens<S>(args, smem.staging, stored, stored.n * wgmma_channels<S>(args.g), acc);
   slot = kept_word<S>(smem);

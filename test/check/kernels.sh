@@ -114,7 +114,8 @@ quiet "the bugs that test/gpu.sh plants fit the kernels" bash test/gpu.sh fits
 # Gradients of weights have a loop over blocks of BM and half of one behind it, for two widths
 # (kernels/backward/gradient.cuh).
 # wgmma of e4m3 has loops of that kind for 128, 64, 48, 32 and 16 tokens (gemm/scaled_tile.cuh), and one for a tile of
-# one block of 64 tokens, of a piece, and one of two (gemm/token_tile.cuh).
+# one block of 64 tokens, of a piece, and, of an up that gathers, one of two (gemm/token_tile.cuh; the one that has
+# tokens in registers is of another opcode).
 awk '$7 == "sm90" && NF == 11 && $8 == "mixed" { print $2, ($9 / 16 - 1) * 128 / 16 * 2 * ($2 ~ /_u4_/ ? 2 : 1) }
   $7 == "sm90" && NF == 11 && $8 != "few" && $8 != "mixed" && $8 != "fixed" && $8 != "dealt" && $8 != "drawn" {
     k = $2 ~ /_(e4m3|s8)_(e4m3|s8)_/ ? 32 : 16
@@ -122,7 +123,7 @@ awk '$7 == "sm90" && NF == 11 && $8 == "mixed" { print $2, ($9 / 16 - 1) * 128 /
     widths = blocks ? 5 : $8 == "wgmma" && $2 ~ /_(mx4|nv4|u4)_/ && $9 > 64 ? $9 / 16 - 2 : $9 / 16
     own = $6 == "router" ? $11 / k * $9 / 64 : widths * $11 / k * ($6 ~ /^up/ ? 2 : 1) * $10 / 64 / 2
     if ($6 == "weight_gradient") own = $11 / k * $9 / 64 / 2 * 3 / 2 * 2
-    print $2, blocks * (blocks + 1) / 2 * $11 / k + own
+    print $2, ($6 ~ /^up/ ? blocks * (blocks + 1) / 2 : blocks / 2) * $11 / k + own
   }' "$work/rows" | sort > "$work/expected"
 if [ -s "$work/expected" ]; then
   awk '$1 ~ /^plain/ { plain[$2] = 1 } $1 ~ /^wgmma/ && $4 == 3 { op[$2] = 1 }
