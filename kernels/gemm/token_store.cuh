@@ -77,7 +77,7 @@ DEVICE void finish_sums(const gemm_args &args, bool up_first, uint4 *staged, int
         [](float &sum, float bias) { sum = __fadd_rn(sum, bias); });
 }
 
-/* As swiglu::of_biased, but a sigmoid below 2^-126 is 0: half of the instructions, which are what the epilogue takes. */
+/* As swiglu::of_biased, but a sigmoid below 2^-126 is 0: half of the instructions, which the epilogue is bound by. */
 template <finish_kind KIND> DEVICE float finish_token(const swiglu &act, float g, float u)
 {
   const float alpha = KIND == FINISH_silu ? 1.f : act.alpha;
@@ -131,8 +131,8 @@ DEVICE void finish_piece(const gemm_args &args, bool up_first, const tile_unit &
   }
 }
 
-/* A warp's own, by 512 bytes: of 8 tokens 64 bytes of channels, so that those are stored together, four vectors that are
- * rotated, so that no lanes meet in a bank. */
+/* A warp's own, by 512 bytes: of 8 tokens 64 bytes of channels, so that those are stored together, four vectors, which
+ * are rotated, so that no lanes meet in a bank. */
 template <class S> DEVICE uint4 *staged_of_warp(wgmma_staging<S> &smem, int thread)
 {
   const int warp = thread / WARP_SIZE - S::GROUP / WARP_SIZE;
