@@ -67,7 +67,7 @@ template <class S> struct token_weight_scales {
   {
     using tile = token_tile<S>;
     const scale_matrix &s = args.b.scale;
-    if (s.dtype == DT_NONE || s.k_stride == 0 || unit.rows <= tile::TOKENS) return;
+    if (s.dtype == DT_NONE || s.k_stride == 0 || unit.rows <= tile::TOKENS || !tokens_are_rows<S>(args)) return;
     const int i = lane_id() % stages::EACH, half = tile::HALVES == 2 ? i % 2 ^ (int)up_first : 0;
     const int channel = (unit.n * tile::PIECES + i / tile::HALVES) * tile::CHANNELS;
     from = static_cast<const char *>(scale_base(s, half, unit.expert)) +
