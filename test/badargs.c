@@ -1130,7 +1130,7 @@ CALL(cumoe_variant_get, fill_variant, cumoe_variant_get(a->context, a->index, a-
 CALL_UNDO(cumoe_variant_force, fill_variant, undo_force, cumoe_variant_force(a->context, a->index), CONTEXT,
           INT("index", index, -1, 9999))
 
-enum { LIMITS = 20 }; /* no_status holds it against cumoe_limit_count() */
+enum { LIMITS = 21 }; /* no_status holds it against cumoe_limit_count() */
 static void fill_limit(arguments *a)
 {
   a->limit_info.size = sizeof a->limit_info;

@@ -323,7 +323,7 @@ static const variant caller_rows[] = {
 #define MOVE_WITH(move, takes) {.name = #move, .op = OF_GROUPS, .smem = (int32_t)sizeof(takes)},
 #include "../../kernels/ep/moves.def"
 };
-enum { CALLER_KERNELS = 2, CALLER_ROWS = sizeof caller_rows / sizeof caller_rows[0], ROWS = 512, COUNTER_BYTES = 16 };
+enum { CALLER_KERNELS = 2, CALLER_ROWS = sizeof caller_rows / sizeof caller_rows[0], ROWS = 1024, COUNTER_BYTES = 16 };
 static const size_t add_bytes[] = {8, 8, 8, 4};
 
 /* A kernel's handle is its row of the table. */
@@ -336,6 +336,7 @@ static const variant *row_of(const void *kernel)
 
 static int index_of(const variant *v)
 {
+  if (variant_count > ROWS) abort(); /* rows would share a place */
   return v >= caller_rows && v < caller_rows + CALLER_ROWS ? ROWS + (int)(v - caller_rows) : (int)(v - variants);
 }
 
