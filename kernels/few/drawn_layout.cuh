@@ -89,7 +89,7 @@ template <class L> struct drawn_line {
 };
 
 /* Where a row of x or h may have one scale: its largest size, of x by token, of h by pair; of an active expert's h,
- * chunks that a warp has taken, and those of which the largest is known (drawn_rows.cuh). */
+ * chunks that a warp has taken, and those of which the largest is known (drawn_bytes.cuh). */
 template <class L, bool QUANTISES = L::CODE::QUANTISES> struct drawn_rows {
 };
 template <class L> struct drawn_rows<L, true> {
