@@ -87,7 +87,8 @@ template <class X> DEVICE void copy_rows(const gemm_args &args)
   while (ticket < tickets) {
     const int32_t next = draw_rows(args, total, next_pair), first = ticket * COPY_TICKET;
     const int count = min(COPY_TICKET, total - first);
-    if constexpr (operand<X>::BITS == 8) pairs = (int32_t)token_total(args.tokens) * args.top_k; /* registers are full */
+    if constexpr (operand<X>::BITS == 8)
+      pairs = (int32_t)token_total(args.tokens) * args.top_k; /* registers are full */
     const bool there = (uint32_t)pair < (uint32_t)pairs;
     if (!there) report_fault_inline(args.fault, FAULT_ROUTE, 0, pair);
     const int32_t token = there ? (int32_t)((uint32_t)pair / (uint32_t)args.top_k) : -1;

@@ -49,7 +49,6 @@ DEVICE void each_scaled(const float *row_scales /* of the unit's first row on */
   const float w[2] = {scale_of_octet<S>(lane_scale, block, 0), scale_of_octet<S>(lane_scale, block, 1)};
 #pragma unroll
   for (int j = 0; j < N / 8; j++) {
-    if (S::BM > 128 && j % 4 == 0) __syncwarp(); /* the assembler would begin all of them, and has no registers for that */
     const float *pair = row_scales + 8 * j + lane_id() % 4 * 2;
     const float2 x = S::SCALES_BY_COPY ? make_float2(pair[0], pair[1]) : *reinterpret_cast<const float2 *>(pair);
 #pragma unroll

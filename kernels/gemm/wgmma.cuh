@@ -35,8 +35,8 @@ struct wgmma_shape : pipeline_shape<PRODUCT, BM, BN, BK, STAGES, WARPS> {
   /* Of codes of e4m3: a piece's channels of eight tokens (token_store.cuh). */
   static constexpr int STAGED =
       same_type<typename PRODUCT::X, e4m3> ? PRODUCT::EPILOGUE == EPILOGUE_activation ? 2 : 4 : 1;
-  static constexpr bool WOVEN = false; /* rows are put into another order in their stages (gemm/packed.cuh) */
-  static constexpr int HELPERS = 0;    /* warps of producers that arrive at a stage's `full`, too */
+  static constexpr bool WOVEN = false;           /* rows are put into another order in their stages (gemm/packed.cuh) */
+  static constexpr int HELPERS = 0;              /* warps of producers that arrive at a stage's `full`, too */
   static constexpr bool FINDS = PRODUCT::SCALED; /* a warp of producers finds units while another copies stages */
   static constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 56; /* 384 threads start with 168 each */
 
@@ -427,6 +427,7 @@ template <class S> DEVICE void find_units(const gemm_sm90_args &args, wgmma_smem
     }
     wait_for(&smem.found_taken, taken);
     taken ^= 1;
+    __syncwarp(); /* no lane still waits for the phase that the next unit ends */
     if (lane_id() == 0) {
       smem.found = unit;
       mbarrier_arrive(&smem.found_ready);
@@ -528,7 +529,7 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
 #pragma unroll 1
   for (int slot = 0;; slot = (slot + 1) % UNITS_AHEAD) {
     wait_for(&smem.full[at.stage], at.phase);
-    const int group = S::PACKED || S::SCALED ? (int)tid_x() / S::GROUP - 1 : own; /* there registers are full */
+    const int group = S::PACKED ? (int)tid_x() / S::GROUP - 1 : own; /* there registers are full */
     const tile_unit unit = smem.units[slot];
     if (unit.expert < 0) break;
     if constexpr (token_tile<S>::SERVED) {
@@ -550,9 +551,9 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
     else if constexpr (S::PACKED)
       multiply_packed<S>(args, smem, at, slot, acc);
     else {
-      if (S::SCALED) kept_word<S>(smem) = slot;
+      if (token_tile<S>::SERVED) kept_word<S>(smem) = slot;
       multiply_unit<S>(args.g, args.up_first, smem, at, group, unit, channel0, acc);
-      if (S::SCALED) slot = kept_word<S>(smem);
+      if (token_tile<S>::SERVED) slot = kept_word<S>(smem);
     }
     if constexpr (S::SCALED || S::PACKED) { /* registers are full: all of it anew */
       const tile_unit stored = smem.units[slot];
@@ -570,7 +571,7 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
       store_tile<S>(args.g, args.up_first, smem.staging, unit, group, {channel0, args.g.n}, acc);
     }
     if (S::GATHERED && args.g.protocol.by_expert)
-      add_tile_stored<S>(args.g, smem.units[slot], S::PACKED || S::SCALED ? (int)tid_x() / S::GROUP - 1 : group, false);
+      add_tile_stored<S>(args.g, smem.units[slot], S::PACKED ? (int)tid_x() / S::GROUP - 1 : group, false);
   }
 }
 
