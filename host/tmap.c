@@ -46,7 +46,14 @@ static CUtensorMapDataType map_type(weight_format format)
   return (CUtensorMapDataType)-1;
 }
 
-/* A box is swizzled lines of 128 bytes, or of 64. */
+/* A box is swizzled lines of 128 bytes, of 64 or of 32. */
+static CUtensorMapSwizzle swizzle_of(int64_t line)
+{
+  return line == 32   ? CU_TENSOR_MAP_SWIZZLE_32B
+         : line == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                      : CU_TENSOR_MAP_SWIZZLE_128B;
+}
+
 static bool encode(void (*encoder)(void), weight_format format, const tensor *t, void *map)
 {
   cuuint64_t size[MAX_RANK], bytes[MAX_RANK];
@@ -54,10 +61,8 @@ static bool encode(void (*encoder)(void), weight_format format, const tensor *t,
   for (uint32_t i = 0; i < t->rank; ++i) size[i] = t->size[i], box[i] = t->box[i];
   size[0] /= unit_of(format), box[0] /= unit_of(format);
   for (uint32_t i = 1; i < t->rank; ++i) bytes[i - 1] = (cuuint64_t)format_bytes(format, t->stride[i]);
-  const CUtensorMapSwizzle swizzle =
-      format_bytes(format, t->box[0]) == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B;
   return ((encode_tiled)encoder)(map, map_type(format), t->rank, (void *)(uintptr_t)t->base, size, bytes, box, steps,
-                                 CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                                 CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle_of(format_bytes(format, t->box[0])),
                                  t->lines ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B : CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }

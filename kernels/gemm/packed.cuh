@@ -18,13 +18,15 @@ struct packed_shape
   using W = uint8_t;
   using CODE = typename P::W;
   static constexpr bool PACKED = true;
-  static constexpr int HELPERS = FACTOR_WARPS;
+  static constexpr int SPAN = 128; /* k of a vector of factors */
+  static constexpr int HELPERS = packed_shape::COLUMNS / 128;
+  static constexpr bool SHARES_ROWS = BK_ < SPAN;
   static constexpr int BK = BK_, LINE = WGMMA_BK, LINES = BK / LINE, WEIGHT_LINE = BK * operand<CODE>::BITS / 8;
-  static constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 56;
+  static constexpr int CONSUMER_REGISTERS = SHARES_ROWS ? 208 : 224, PRODUCER_REGISTERS = SHARES_ROWS ? 88 : 56;
 
   /* The host sees to it that rows are in order, or copied on the way. */
   DEVICE static bool gathers(const gemm_args &) { return false; }
-  static_assert(WEIGHT_LINE == 64 && BK / 32 == 4, "the swizzle that consumers undo; a vector of factors");
+  static_assert(WEIGHT_LINE <= 64 && SPAN % BK == 0 && STAGES * BK % SPAN == 0, "swizzles that consumers undo");
 };
 
 /* The same for few rows (gemm/woven_tile.cuh). */

@@ -18,20 +18,20 @@
 
 template <class S> struct wgmma_smem;
 
-enum { SCALES_AHEAD = 2 /* stages */, FACTOR_WARPS = 2 };
+enum { SCALES_AHEAD = 2 /* spans */ };
 
 /* Of a weight row and stage; of u4, whose blocks may be longer, at most. */
 template <class S> constexpr int scale_bytes_of()
 {
   constexpr int RUN = operand<typename S::CODE>::K_PER_SCALE;
-  return RUN > 0 ? S::BK / (RUN > 0 ? RUN : 1) : S::BK / 32 * 2;
+  return RUN > 0 ? S::SPAN / (RUN > 0 ? RUN : 1) : S::SPAN / 32 * 2;
 }
 
 /* Zero points of octets of weight rows, on their way. */
 template <class S, bool STORED> struct zero_stages {
 };
 template <class S> struct zero_stages<S, true> {
-  uint32_t zeros[FACTOR_WARPS][SCALES_AHEAD][S::BK / 32][S::COLUMNS / 8];
+  uint32_t zeros[S::HELPERS][SCALES_AHEAD][S::SPAN / 32][S::COLUMNS / 8];
 };
 
 /* What a stage has besides, and what producers have of the unit that they are at. */
@@ -39,7 +39,7 @@ template <class S, bool PACKED> struct factor_stages {
 };
 template <class S> struct factor_stages<S, true> : zero_stages<S, same_type<typename S::CODE, u4>> {
   static constexpr int SCALE_BYTES = scale_bytes_of<S>();
-  uint4 factors[S::STAGES][S::COLUMNS];
+  uint4 factors[S::STAGES * S::BK / S::SPAN][S::COLUMNS];
   uint64_t posted[UNITS_AHEAD];          /* which unit it is, for the warp that makes factors */
   const uint8_t *scale_rows[S::COLUMNS]; /* where those of each weight row begin */
   uint32_t scale_words[SCALES_AHEAD][SCALE_BYTES / 4 + 1][S::COLUMNS]; /* on their way */
@@ -66,19 +66,19 @@ DEVICE const uint8_t *scales_of(const scale_matrix &s, int expert, const weight_
 
 /* ---- producers ---- */
 
-/* What all formats share. By FACTOR_WARPS, of which each has 32 rows in turn: `load` asks for what `store` makes a
+/* What all formats share. By S::HELPERS, of which each has 32 rows in turn: `load` asks for what `store` makes a
  * stage's factors of, SCALES_AHEAD stages later. They have some 2000 clocks a stage: rows are without branches, so that
  * they overlap. */
 template <class S> struct scales_ahead {
   using FACTORS = weight_factors<typename S::X, typename S::CODE>;
-  static constexpr int ROWS = S::COLUMNS / WARP_SIZE / FACTOR_WARPS, SLICES = S::BK / 32, AT_ONCE = 4;
-  static constexpr int APART = FACTOR_WARPS * WARP_SIZE; /* a lane's rows */
+  static constexpr int ROWS = S::COLUMNS / WARP_SIZE / S::HELPERS, SLICES = S::SPAN / 32, AT_ONCE = 4;
+  static constexpr int APART = S::HELPERS * WARP_SIZE; /* a lane's rows */
   static constexpr int BYTES = factor_stages<S, true>::SCALE_BYTES, EACH = BYTES / SLICES, WORDS = BYTES / 4;
   using words = uint32_t[WORDS + 1][S::COLUMNS];
 
   DEVICE static int factor_warp() { return warp_id() - 1; }
   DEVICE static int row(int i) { return factor_warp() * WARP_SIZE + lane_id() + i * APART; }
-  DEVICE static words &words_of(wgmma_smem<S> &smem, int k0) { return smem.scale_words[k0 / S::BK % SCALES_AHEAD]; }
+  DEVICE static words &words_of(wgmma_smem<S> &smem, int k0) { return smem.scale_words[k0 / S::SPAN % SCALES_AHEAD]; }
 
   DEVICE static void find_rows(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &tile, int slot)
   {
@@ -126,7 +126,7 @@ template <class S, class CODE> struct factors_ahead : scales_ahead<S> {
 #pragma unroll 1
     for (int i = 0; i < ROWS; i++) skews |= ((uint32_t)(uintptr_t)smem.scale_rows[row(i)] & 3) << 2 * i;
 #pragma unroll 1
-    for (int i = 0; i < SCALES_AHEAD; i++) load(args.g, smem, i * S::BK);
+    for (int i = 0; i < SCALES_AHEAD; i++) load(args.g, smem, i * S::SPAN);
   }
 
   DEVICE uint32_t skew(int i) const
@@ -272,18 +272,18 @@ template <class S> struct factors_ahead<S, u4> : scales_ahead<S> {
 
   DEVICE factors_ahead(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &tile, int slot)
   {
-    static_assert(S::COLUMNS / 8 == WARP_SIZE && WORDS == 2 && SLICES == 4, "an octet a lane; see loaded");
+    static_assert(S::COLUMNS / 8 <= WARP_SIZE && WORDS == 2 && SLICES == 4, "an octet a lane; see loaded");
     this->find_rows(args, smem, tile, slot);
     odd = 0;
 #pragma unroll 1
     for (int i = 0; i < ROWS; i++) odd |= (uint32_t)((uintptr_t)smem.scale_rows[row(i)] >> 1 & 1) << i;
-    const weight_row first = weight_row_of<S>(args, tile, lane_id() * 8);
+    const weight_row first = weight_row_of<S>(args, tile, lane_id() % (S::COLUMNS / 8) * 8);
     zeros = zero_words(&args.g.b, first.half, tile.expert);
     if (zeros)
       zeros += first.channel / 8 * args.g.b.zero.n_stride +
                args.g.b.scale.k_origin / args.g.b.scale.block_k * args.g.b.zero.k_stride;
 #pragma unroll 1
-    for (int i = 0; i < SCALES_AHEAD; i++) load(args.g, smem, i * S::BK);
+    for (int i = 0; i < SCALES_AHEAD; i++) load(args.g, smem, i * S::SPAN);
   }
 
   /* Blocks of k between a row's first and that of element k. */
@@ -296,12 +296,12 @@ template <class S> struct factors_ahead<S, u4> : scales_ahead<S> {
   /* A group of copies, even if none. */
   DEVICE void load(const gemm_args &args, wgmma_smem<S> &smem, int k0)
   {
-    const int first = block(args, k0), count = block(args, min(k0 + S::BK, args.k) - 1) - first + 1;
+    const int first = block(args, k0), count = block(args, min(k0 + S::SPAN, args.k) - 1) - first + 1;
     if (k0 < args.k) {
       this->load_words(smem, k0, first * 2, count * 2);
 #pragma unroll 1
       for (int b = 0; zeros && b < count; b++)
-        cp_async_ca_4(shared_address(&smem.zeros[this->factor_warp()][k0 / S::BK % SCALES_AHEAD][b][lane_id()]),
+        cp_async_ca_4(shared_address(&smem.zeros[this->factor_warp()][k0 / S::SPAN % SCALES_AHEAD][b][lane_id() % (S::COLUMNS / 8)]),
                       zeros + (first + b) * args.b.zero.k_stride, 4);
     }
     cp_async_commit_group();
@@ -356,7 +356,7 @@ template <class S> struct factors_ahead<S, u4> : scales_ahead<S> {
   /* Of block b of a stage, where zero points are stored. */
   DEVICE static uint32_t bias(const gemm_args &args, const wgmma_smem<S> &smem, int k0, int i, int b)
   {
-    const uint32_t octet = smem.zeros[scales_ahead<S>::factor_warp()][k0 / S::BK % SCALES_AHEAD][b][row(i) / 8];
+    const uint32_t octet = smem.zeros[scales_ahead<S>::factor_warp()][k0 / S::SPAN % SCALES_AHEAD][b][row(i) / 8];
     return decoder<u4, X>::bias(args.b.offset + (int)(octet >> row(i) % 8 * 4 & 15) + args.b.zero.add);
   }
 };
@@ -380,14 +380,17 @@ template <class S, class HELP> DEVICE void follow_units(wgmma_smem<S> &smem, HEL
 /* Factors; rows come by tensor copies. */
 template <class S> DEVICE void produce_factors(const gemm_sm90_args &args, wgmma_smem<S> &smem)
 {
+  constexpr int EACH = S::SPAN / S::BK; /* stages */
   follow_units<S>(smem, [&](const tile_unit &tile, int slot, pipeline_state<S::STAGES> &at) {
     factors_ahead<S, typename S::CODE> factors(args, smem, tile, slot);
 #pragma unroll 1
-    for (int k0 = 0; k0 < args.g.k; k0 += S::BK, at.advance()) {
-      wait_for(&smem.empty[at.stage], at.phase ^ 1);
-      factors.store(args.g, smem, at.stage, k0, slot);
+    for (int k0 = 0; k0 < args.g.k; k0 += S::SPAN) {
+      wait_for(&smem.empty[at.stage + EACH - 1], at.phase ^ 1);
+      factors.store(args.g, smem, at.stage / EACH, k0, slot);
       if (lane_id() == 0) mbarrier_arrive(&smem.full[at.stage]);
-      factors.load(args.g, smem, k0 + SCALES_AHEAD * S::BK);
+      factors.load(args.g, smem, k0 + SCALES_AHEAD * S::SPAN);
+#pragma unroll
+      for (int i = 0; i < EACH; i++) at.advance();
     }
   });
 }
@@ -414,37 +417,38 @@ template <class S> DEVICE int lane_weight_row()
 
 /* Of 32 k what a lane has of its rows, as it lies in a stage. */
 template <class S> struct slice_of_lane {
-  uint4 codes[4];
-  uint32_t factors[4];
+  uint4 codes[S::OCTETS];
+  uint32_t factors[S::OCTETS];
 
   DEVICE void load(uint32_t from, uint32_t scales)
   {
 #pragma unroll
-    for (int r = 0; r < 4; r++) codes[r] = lds_128(from + r * 8 * S::WEIGHT_LINE);
+    for (int r = 0; r < S::OCTETS; r++) codes[r] = lds_128(from + r * 8 * S::WEIGHT_LINE);
 #pragma unroll
-    for (int r = 0; r < 4; r++) factors[r] = lds_32(scales + r * 8 * 16);
+    for (int r = 0; r < S::OCTETS; r++) factors[r] = lds_32(scales + r * 8 * 16);
   }
 };
 
-/* As operands: of each 16 k and block. Octet r of weight rows is half r / 2 of block r % 2. */
+/* As operands: of each 16 k and block. Octet r of weight rows is half r / BLOCKS of block
+ * r % BLOCKS. */
 template <class S> DEVICE void unpack_slice(const slice_of_lane<S> &slice, uint32_t (&a)[2][S::BLOCKS][4])
 {
   const uint32_t byte = consumer_lane() % 4 * 0x11 + 0x40;
   weight_factors<typename S::X, typename S::CODE> factors;
-  uint32_t word[4];
+  uint32_t word[S::OCTETS];
 #pragma unroll
-  for (int r = 0; r < 4; r++) {
+  for (int r = 0; r < S::OCTETS; r++) {
     word[r] = codes_of_lane(slice.codes[r], byte);
     factors.restore(r, slice.factors[r]);
   }
 #pragma unroll
   for (int part = 0; part < 2; part++) {
-    uint32_t pair[4][2];
+    uint32_t pair[S::OCTETS][2];
     unpack_words(factors, word, part * 2, pair);
 #pragma unroll
-    for (int r = 0; r < 4; r++) {
-      a[part][r % 2][r / 2] = __byte_perm(pair[r][0], pair[r][1], 0x5410);
-      a[part][r % 2][r / 2 + 2] = __byte_perm(pair[r][0], pair[r][1], 0x7632);
+    for (int r = 0; r < S::OCTETS; r++) {
+      a[part][r % S::BLOCKS][r / S::BLOCKS] = __byte_perm(pair[r][0], pair[r][1], 0x5410);
+      a[part][r % S::BLOCKS][r / S::BLOCKS + 2] = __byte_perm(pair[r][0], pair[r][1], 0x7632);
       word[r] >>= 8;
     }
   }
@@ -484,11 +488,14 @@ DEVICE void multiply_packed_rows(const gemm_args &args, wgmma_smem<S> &smem, pip
                                  float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
 #pragma unroll 1
-  for (int left = args.k; left > 0; left -= S::BK, at.advance()) {
+  for (int left = k_in_stages<S>(args); left > 0; left -= S::BK, at.advance()) {
     wait_for(&smem.full[at.stage], at.phase);
+    constexpr int LINES = 128 / S::WEIGHT_LINE, EACH = S::SPAN / S::BK; /* rows to 128 bytes; stages to a vector */
     const int row = lane_weight_row<S>();
-    const uint32_t codes = shared_address(smem.weights[at.stage]) + row * S::WEIGHT_LINE + row / 2 % 4 * 16;
-    const uint32_t scales = shared_address(smem.factors) + (at.stage * S::COLUMNS + row) * 16;
+    const uint32_t codes =
+        shared_address(smem.weights[at.stage]) + row * S::WEIGHT_LINE + row / LINES % (S::WEIGHT_LINE / 16) * 16;
+    const uint32_t scales =
+        shared_address(smem.factors) + (at.stage / EACH * S::COLUMNS + row) * 16 + at.stage % EACH * (S::BK / 8);
     const uint32_t tokens = (uint32_t)wgmma_operand(smem.rows[at.stage]);
     slice_of_lane<S> slice;
     slice.load(codes, scales);
@@ -499,7 +506,7 @@ DEVICE void multiply_packed_rows(const gemm_args &args, wgmma_smem<S> &smem, pip
       if (i + 1 < S::BK / 32) slice.load(codes ^ (i + 1) * 16, scales + (i + 1) * 4);
       multiply_wide<S, S::BM>(a, tokens + i / 2 * (S::BM * 8) + i % 2 * 4, rows, acc);
       wgmma_wait_group<1>();
-      if (i == 0 && left < args.k) release_stage<S>(smem, stage_before(at)); /* its last products are over */
+      if (i == 0 && left < k_in_stages<S>(args)) release_stage<S>(smem, stage_before(at)); /* its last products are over */
     }
   }
   wgmma_wait_group<0>();
@@ -533,7 +540,7 @@ DEVICE void add_absent(const gemm_sm90_args &args, const tile_unit &tile, float 
   });
 }
 
-/* acc of one unit. In a gated tile the blocks are the halves. */
+/* acc of one unit. In a gated tile octets are of its halves in turn. */
 template <class S>
 DEVICE void multiply_packed(const gemm_sm90_args &args, wgmma_smem<S> &smem, pipeline_state<S::STAGES> &at, int slot,
                             float (&acc)[S::BLOCKS][S::ACCUMULATORS])
@@ -547,7 +554,7 @@ DEVICE void multiply_packed(const gemm_sm90_args &args, wgmma_smem<S> &smem, pip
 #pragma unroll
   for (int i = 0; i < S::BLOCKS; i++)
 #pragma unroll
-    for (int j = 0; j < S::ACCUMULATORS; j++) acc[i][j] *= rest[i];
+    for (int j = 0; j < S::ACCUMULATORS; j++) acc[i][j] *= rest[(i + j / 2 % 2 * S::BLOCKS) % 2];
 }
 
 #endif

@@ -40,6 +40,7 @@ template <class PRODUCT, int BM_, int BN, int BK_, int STAGES_, int WARPS> struc
    * elements of a row, all rows' first lines first; WEIGHT_LINE: elements of W of a weight row. Both of a stage. */
   static constexpr bool PACKED = false;
   static constexpr int LINES = 1, LINE = BK, WEIGHT_LINE = BK;
+  static constexpr int SPAN = BK; /* k of a unit's stages are a multiple of it */
   static constexpr int STAGED = 1; /* 512 bytes of outputs that a warp stages */
   static_assert(BK * BITS == WGMMA_BK * 16 && THREADS == (CONSUMERS + 1) * GROUP,
                 "a swizzle line of k; three warpgroups");
@@ -82,6 +83,12 @@ template <class S> DEVICE row_range rows_of_tile(row_range rows, int tile, int t
 
 /* Of what is activated: stages behind a tile's products (gemm/activated.cuh), KEPT_TOKENS each. */
 template <class S> constexpr int KEPT_STAGES = (S::BM + KEPT_TOKENS - 1) / KEPT_TOKENS;
+
+/* With what lies behind the last. */
+template <class S> DEVICE int k_in_stages(const gemm_args &args)
+{
+  return S::SPAN > S::BK ? round_up(args.k, S::SPAN) : args.k;
+}
 
 /* A unit without expert is the last. */
 template <class S>
@@ -534,7 +541,7 @@ DEVICE void store_tile(const gemm_args &args, bool up_first, wgmma_staging<S> &s
 /* A consumer whose channels are all past the last one keeps releasing stages. */
 template <class S> DEVICE void skip(const gemm_args &args, pipeline_smem<S> &smem, pipeline_state<S::STAGES> &at)
 {
-  const int end = S::ACTIVATES ? round_up(args.k, (int)S::BK) + KEPT_STAGES<S> * S::BK : args.k;
+  const int end = S::ACTIVATES ? round_up(args.k, (int)S::BK) + KEPT_STAGES<S> * S::BK : k_in_stages<S>(args);
 #pragma unroll 1
   for (int k0 = 0; k0 < end; k0 += S::BK, at.advance()) {
     wait_for(&smem.full[at.stage], at.phase);

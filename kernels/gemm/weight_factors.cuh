@@ -150,11 +150,11 @@ template <class X> struct wide_factors : u4_factors<X> {
 };
 
 /* Of word w of a lane's codes in each of its rows. */
-template <class FACTORS, int PAIRS>
-DEVICE void unpack_words(const FACTORS &factors, const uint32_t (&word)[4], int w, uint32_t (&pair)[4][PAIRS])
+template <class FACTORS, int ROWS, int PAIRS>
+DEVICE void unpack_words(const FACTORS &factors, const uint32_t (&word)[ROWS], int w, uint32_t (&pair)[ROWS][PAIRS])
 {
 #pragma unroll
-  for (int r = 0; r < 4; r++) {
+  for (int r = 0; r < ROWS; r++) {
     factors.decode(r, word[r], pair[r]);
 #pragma unroll
     for (int i = 0; i < PAIRS; i++) pair[r][i] = factors.scaled(r, w, pair[r][i]);

@@ -37,6 +37,7 @@ struct wgmma_shape : pipeline_shape<PRODUCT, BM, BN, BK, STAGES, WARPS> {
       same_type<typename PRODUCT::X, e4m3> ? PRODUCT::EPILOGUE == EPILOGUE_activation ? 2 : 4 : 1;
   static constexpr bool WOVEN = false; /* rows are put into another order in their stages (gemm/packed.cuh) */
   static constexpr int HELPERS = 0;    /* warps of producers that arrive at a stage's `full`, too */
+  static constexpr bool SHARES_ROWS = false; /* CTAs of a cluster never take two row tiles */
   static constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 56; /* 384 threads start with 168 each */
 
   /* Gathering: 8 threads copy the 128 bytes of a row. */
@@ -59,6 +60,13 @@ template <class S> struct wgmma_smem : pipeline_smem<S>, packed_stages<S>, token
   int32_t drawn[UNITS_AHEAD];
   uint64_t drawn_ready[UNITS_AHEAD];
 };
+
+/* Warps of producers that arrive at a stage's `full` besides. */
+template <class S> DEVICE int helpers_of(int stage)
+{
+  if constexpr (S::SPAN > S::BK) return stage % (S::SPAN / S::BK) ? 0 : S::HELPERS;
+  return S::HELPERS;
+}
 
 /* ---- units ---- */
 
@@ -85,15 +93,15 @@ template <class S> DEVICE cluster_unit wgmma_unit(const gemm_args &args, const t
   const int expert = expert_of_tile(args, table, (int)(index / n_pairs));
   const row_range rows = expert_rows(args, expert);
   const int first = table.before[expert], tiles = table.before[expert + 1] - first;
-  const int even = tiles / 2 * 2;
+  const int even = S::SHARES_ROWS ? 0 : tiles / 2 * 2;
   int64_t local = index - (int64_t)first * n_pairs;
   unit.paired = local < (int64_t)even * n_pairs;
   if (!unit.paired) local -= (int64_t)even * n_pairs;
   const int tall = unit.paired ? 2 : 1, wide = S::CLUSTER / tall; /* tiles of the cluster */
-  const int heights = unit.paired ? even / 2 : 1, widths = n_pairs * tall, most = 2304 / S::BM / tall;
+  const int heights = unit.paired ? even / 2 : S::SHARES_ROWS ? tiles : 1, widths = n_pairs * tall, most = 2304 / S::BM / tall;
   const int band = (int)(local / ((int64_t)most * widths)) * most, height = min(heights - band, most);
   const int in_band = (int)(local - (int64_t)band * widths);
-  const int m = unit.paired ? (band + in_band % height) * 2 + rank : even;
+  const int m = S::SHARES_ROWS ? band + in_band % height : unit.paired ? (band + in_band % height) * 2 + rank : even;
   row_range own = rows_of_tile<S>(rows, m, tiles);
   if constexpr (token_tile<S>::SERVED)
     if (tokens_are_rows<S>(args)) own = {rows.begin + m * S::BM, min(rows.count - m * S::BM, S::BM)};
@@ -327,7 +335,7 @@ DEVICE void produce_ordered(const gemm_sm90_args &args, wgmma_smem<S> &smem, con
   ordered_scales<S> scales(args.g, tile);
   producer_scales<S> weights(args.g, args.up_first, tile);
 #pragma unroll 1
-  for (int k0 = 0; k0 < args.g.k; k0 += S::BK, at.advance()) {
+  for (int k0 = 0; k0 < k_in_stages<S>(args.g); k0 += S::BK, at.advance()) {
     wait_for(&smem.empty[at.stage], at.phase ^ 1);
     if (tile.rows > token_tile<S>::TOKENS) /* of fewer, consumers find them sooner */
       weights.put(args.g, smem, at.stage, k0 / S::BK);
@@ -520,7 +528,7 @@ DEVICE void wgmma_gemm(const gemm_sm90_args &args, wgmma_smem<S> &smem, const co
     prefetch_tensormap(&args.weights);
     if (!S::gathers(args.g)) prefetch_tensormap(&args.rows);
     for (int s = 0; s < S::STAGES; s++) {
-      mbarrier_init(&smem.full[s], S::gathers(args.g) ? 1 + S::GROUP : 1 + S::HELPERS);
+      mbarrier_init(&smem.full[s], S::gathers(args.g) ? 1 + S::GROUP : 1 + helpers_of<S>(s));
       mbarrier_init(&smem.empty[s], S::CLUSTER * S::CONSUMERS * S::GROUP / WARP_SIZE);
       if constexpr (S::WOVEN) mbarrier_init(&smem.rows_there[s], 1);
     }
