@@ -19,7 +19,7 @@ struct packed_shape
   using CODE = typename P::W;
   static constexpr bool PACKED = true;
   static constexpr int SPAN = 128; /* k of a vector of factors */
-  static constexpr int HELPERS = packed_shape::COLUMNS / 128;
+  static constexpr int HELPERS = 2;
   static constexpr bool SHARES_ROWS = BK_ < SPAN;
   static constexpr int BK = BK_, LINE = WGMMA_BK, LINES = BK / LINE, WEIGHT_LINE = BK * operand<CODE>::BITS / 8;
   static constexpr int CONSUMER_REGISTERS = SHARES_ROWS ? 208 : 224, PRODUCER_REGISTERS = SHARES_ROWS ? 88 : 56;

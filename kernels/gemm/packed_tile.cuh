@@ -71,7 +71,7 @@ DEVICE const uint8_t *scales_of(const scale_matrix &s, int expert, const weight_
  * they overlap. */
 template <class S> struct scales_ahead {
   using FACTORS = weight_factors<typename S::X, typename S::CODE>;
-  static constexpr int ROWS = S::COLUMNS / WARP_SIZE / S::HELPERS, SLICES = S::SPAN / 32, AT_ONCE = 4;
+  static constexpr int ROWS = S::COLUMNS / WARP_SIZE / S::HELPERS, SLICES = S::SPAN / 32, AT_ONCE = ROWS < 4 ? ROWS : 4;
   static constexpr int APART = S::HELPERS * WARP_SIZE; /* a lane's rows */
   static constexpr int BYTES = factor_stages<S, true>::SCALE_BYTES, EACH = BYTES / SLICES, WORDS = BYTES / 4;
   using words = uint32_t[WORDS + 1][S::COLUMNS];
