@@ -300,6 +300,44 @@ DEVICE void multiply_woven_wide(const gemm_sm90_args &args, wgmma_smem<S> &smem,
   multiply_woven_n<S, N>(args, smem, at, scales, acc);
 }
 
+/* The same of any width, which wgmmas choose 32 k at a time: of loops a width ptxas makes wgmmas wait for each other
+ * (C7512). */
+template <class S>
+DEVICE void multiply_woven_rows(const gemm_sm90_args &args, wgmma_smem<S> &smem, pipeline_state<S::STAGES> &at, int rows,
+                                woven_scales<S> &scales, float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+{
+  const int row = lane_weight_row<S>();
+  const uint32_t codes0 = shared_address(smem.weights[0]) + row * S::WEIGHT_LINE + (consumer_lane() ^ row / 2) % 4 * 16,
+                 tokens0 = (uint32_t)wgmma_operand(smem.rows[0]);
+  constexpr int PARTS = S::BM > 128 ? 1 : 2; /* 16 k at a time: what registers hold */
+  uint32_t stage = 0, before = 0; /* of the unit; of the ring */
+#pragma unroll 1
+  for (int left = args.g.k; left > 0; left -= S::BK, at.advance(), stage++) {
+    if (stage % woven_scales<S>::WINDOW == 0) scales.turn(args, smem);
+    const auto factors = scales.factors(stage);
+    const uint32_t codes = codes0 + at.stage * (uint32_t)sizeof smem.weights[0],
+                   tokens = tokens0 + at.stage * (uint32_t)(sizeof smem.rows[0] / 16);
+    wait_for(&smem.full[at.stage], at.phase);
+    uint4 raw[S::OCTETS];
+#pragma unroll
+    for (int r = 0; r < S::OCTETS; r++) raw[r] = lds_128(codes + r * 8 * S::WEIGHT_LINE);
+#pragma unroll
+    for (int i = 0; i < S::BK / 16; i += PARTS) {
+      uint32_t a[PARTS][S::BLOCKS][4];
+#pragma unroll
+      for (int part = 0; part < PARTS; part++) unpack_woven<S>(raw, i / 2, (i + part) % 2, factors, a[part]);
+      multiply_wide<S, S::BM>(a, tokens + i / 4 * (S::BM * 8) + i % 4 * 2, rows, acc);
+      wgmma_wait_group<1>();
+      if (i == 0) release_stage_if<S>(smem, before, stage > 0); /* its products are over */
+    }
+    before = at.stage;
+  }
+  wgmma_wait_group<0>();
+#pragma unroll
+  for (int i = 0; i < S::BLOCKS; i++) hold(acc[i]);
+  release_stage<S>(smem, before);
+}
+
 /* What is left of the weights' scale multiplies sums: in a gated tile octets are of the halves in turn. */
 template <class S>
 DEVICE void scale_rest(const gemm_sm90_args &args, int expert, float (&acc)[S::BLOCKS][S::ACCUMULATORS])
@@ -322,7 +360,11 @@ DEVICE void multiply_woven(const gemm_sm90_args &args, wgmma_smem<S> &smem, pipe
                            woven_scales<S> &scales, float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
   scales.begin(args, smem);
-  multiply_woven_wide<S, S::BM>(args, smem, at, __shfl_sync(ALL_LANES, smem.units[slot].rows, 0), scales, acc);
+  const int rows = __shfl_sync(ALL_LANES, smem.units[slot].rows, 0);
+  if constexpr (S::BM > 64)
+    multiply_woven_rows<S>(args, smem, at, rows, scales, acc);
+  else
+    multiply_woven_wide<S, S::BM>(args, smem, at, rows, scales, acc);
   if (__any_sync(ALL_LANES, scales.absent)) add_absent<S>(args, smem.units[slot], acc);
   scale_rest<S>(args, smem.units[slot].expert, acc);
 }
