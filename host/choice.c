@@ -221,12 +221,22 @@ static bool is_for_fewer(const variant *v, const op_shape *s)
          expected_rows(s) > GRADIENT_FEW;
 }
 
+/* Of form wgmma woven for many rows (gemm/woven_tile.cuh): a weight row's scales are whole vectors of 16 bytes. */
+enum { WOVEN_MANY = 128 /* rows of its tile */ };
+
+static bool copies_scales_by_words(const variant *v, const op_shape *s)
+{
+  if (v->form != FORM_wgmma || v->bm != WOVEN_MANY) return false;
+  return (v->format == FORMAT_mx4 && s->k % (16 * 32)) || (v->format == FORMAT_nv4 && s->k % (16 * 16));
+}
+
 /* Rows as two codes each. Made by the kernel's own producers they take longer than another kernel; so do the launches
  * ahead where there are few weights, of more rows than share a wgmma's columns with their rests (gemm/twin.cuh). */
 enum { TWIN_SHARED = 4 };
 
 static bool is_behind(const machine *m, const variant *v, const op_shape *s)
 {
+  if (copies_scales_by_words(v, s)) return true;
   if (v->op == OP_quantize || v->form != FORM_fixed || v->format != FORMAT_mx4) return false;
   const double weights = (double)s->experts * (double)s->n * (double)s->k;
   return !s->made_ahead || (expected_rows(s) > TWIN_SHARED && weights < limit_of(m, LIMIT_twin_weights, s->format));

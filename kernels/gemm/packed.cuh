@@ -31,7 +31,7 @@ struct packed_shape
 template <class P, int CLUSTER, int BM, int BN, int BK, int STAGES, int WARPS>
 struct woven_shape : packed_shape<P, CLUSTER, BM, BN, BK, STAGES, WARPS> {
   static constexpr bool WOVEN = true;
-  static constexpr int CONSUMER_REGISTERS = BM > 64 ? 216 : 224, PRODUCER_REGISTERS = BM > 64 ? 72 : 56;
+  static constexpr int CONSUMER_REGISTERS = 216, PRODUCER_REGISTERS = 72; /* of two octets at once */
   static constexpr int HELPERS = woven_shape::GATHERED ? 2 : 3; /* they weave; up's other warp copies rows ahead */
 };
 
@@ -47,7 +47,7 @@ template <class P, bool PACKED, int CLUSTER, int BM, int BN, int BK, int STAGES,
 };
 template <class P, int CLUSTER, int BM, int BN, int BK, int STAGES, int WARPS>
 struct wgmma_shape_of<P, true, CLUSTER, BM, BN, BK, STAGES, WARPS> {
-  using type = typename either<(BM <= 64 || !same_type<typename P::W, u4>), woven_shape<P, CLUSTER, BM, BN, BK, STAGES, WARPS>,
+  using type = typename either<(BM <= 128), woven_shape<P, CLUSTER, BM, BN, BK, STAGES, WARPS>,
                                packed_shape<P, CLUSTER, BM, BN, BK, STAGES, WARPS>>::type;
 };
 template <class P, int CLUSTER, int BM, int BN, int BK, int STAGES, int WARPS>

@@ -451,8 +451,8 @@ template <class S> DEVICE void unpack_slice(const slice_of_lane<S> &slice, uint3
 }
 
 /* acc += a times 32 k of `rows` tokens, rounded up: the widths that many rows take by 16. */
-template <class S, int N, int PARTS>
-DEVICE void multiply_wide(const uint32_t (&a)[PARTS][S::BLOCKS][4], uint32_t tokens, int rows,
+template <class S, int N>
+DEVICE void multiply_wide(const uint32_t (&a)[2][S::BLOCKS][4], uint32_t tokens, int rows,
                           float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
   constexpr int LESS = N > 64 ? N - WGMMA_STEP : N - 32;
@@ -464,7 +464,7 @@ DEVICE void multiply_wide(const uint32_t (&a)[PARTS][S::BLOCKS][4], uint32_t tok
   }
   wgmma_fence();
 #pragma unroll
-  for (int part = 0; part < PARTS; part++)
+  for (int part = 0; part < 2; part++)
 #pragma unroll
     for (int block = 0; block < S::BLOCKS; block++)
       wgmma_registers_m64k16<typename S::X, N>::run(acc[block], a[part][block], tokens + part * 2);

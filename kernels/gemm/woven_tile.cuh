@@ -39,31 +39,37 @@ DEVICE uint4 joined_halves(const uint4 (&v)[4], bool odd, uint32_t halves)
                           __byte_perm(v[2].x, v[2].z, halves), __byte_perm(v[3].x, v[3].z, halves));
 }
 
-/* An octet of rows of a stage, where it lies. A lane has a row of it, of which it reads 8 k of each 32, k = 32 q + 8 w
+/* OCTETS of rows of a stage, where they lie. A lane has a row of each, of which it reads 8 k of each 32, k = 32 q + 8 w
  * and on, and writes the 32 k that they become. */
-template <class S> DEVICE void weave_octet(uint32_t rows)
+template <class S, int OCTETS> DEVICE void weave_octets(uint32_t rows)
 {
   const int r = lane_id() % 8, w = lane_id() / 8;
   const uint32_t from = rows + r * 128 + (w ^ r) * 16, to = rows + w / 2 * S::BM * 128 + r * 128 + (w % 2 * 4 ^ r) * 16;
-  uint4 v[4];
+  uint4 v[OCTETS][4];
 #pragma unroll
-  for (int q = 0; q < 4; q++) v[q] = lds_128((from ^ q % 2 * 64) + q / 2 * S::BM * 128);
+  for (int o = 0; o < OCTETS; o++)
+#pragma unroll
+    for (int q = 0; q < 4; q++) v[o][q] = lds_128((from ^ q % 2 * 64) + q / 2 * S::BM * 128 + o * 1024);
   __syncwarp();
 #pragma unroll
-  for (int j = 0; j < 4; j++) sts_128(to ^ j * 16, joined_halves(v, j / 2, j % 2 ? 0x7632 : 0x5410));
+  for (int o = 0; o < OCTETS; o++)
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+      sts_128((to ^ j * 16) + o * 1024, joined_halves(v[o], j / 2, j % 2 ? 0x7632 : 0x5410));
 }
 
+/* Two octets at once: of one alone its loads' latency is a third of the time. Rows come by 16: octets are even. */
 template <class S> DEVICE void weave_stage(wgmma_smem<S> &smem, int stage, int octets)
 {
   const uint32_t rows = shared_address(smem.rows[stage]);
 #pragma unroll 1
-  for (int o = warp_id() - 1; o < octets; o += S::HELPERS) weave_octet<S>(rows + o * 1024);
+  for (int o = (warp_id() - 1) * 2; o < octets; o += S::HELPERS * 2) weave_octets<S, 2>(rows + o * 1024);
   fence_proxy_async_shared();
   __syncwarp();
   if (lane_id() == 0) mbarrier_arrive(&smem.full[stage]);
 }
 
-/* By HELPERS warps behind the first. Rows come by 16: octets are even. */
+/* By HELPERS warps behind the first. */
 template <class S> DEVICE void weave(const gemm_sm90_args &args, wgmma_smem<S> &smem)
 {
   follow_units<S>(smem, [&](const tile_unit &tile, int, pipeline_state<S::STAGES> &at) {
@@ -309,7 +315,6 @@ DEVICE void multiply_woven_rows(const gemm_sm90_args &args, wgmma_smem<S> &smem,
   const int row = lane_weight_row<S>();
   const uint32_t codes0 = shared_address(smem.weights[0]) + row * S::WEIGHT_LINE + (consumer_lane() ^ row / 2) % 4 * 16,
                  tokens0 = (uint32_t)wgmma_operand(smem.rows[0]);
-  constexpr int PARTS = S::BM > 128 ? 1 : 2; /* 16 k at a time: what registers hold */
   uint32_t stage = 0, before = 0; /* of the unit; of the ring */
 #pragma unroll 1
   for (int left = args.g.k; left > 0; left -= S::BK, at.advance(), stage++) {
@@ -322,11 +327,11 @@ DEVICE void multiply_woven_rows(const gemm_sm90_args &args, wgmma_smem<S> &smem,
 #pragma unroll
     for (int r = 0; r < S::OCTETS; r++) raw[r] = lds_128(codes + r * 8 * S::WEIGHT_LINE);
 #pragma unroll
-    for (int i = 0; i < S::BK / 16; i += PARTS) {
-      uint32_t a[PARTS][S::BLOCKS][4];
+    for (int i = 0; i < S::BK / 32; i++) {
+      uint32_t a[2][S::BLOCKS][4];
 #pragma unroll
-      for (int part = 0; part < PARTS; part++) unpack_woven<S>(raw, i / 2, (i + part) % 2, factors, a[part]);
-      multiply_wide<S, S::BM>(a, tokens + i / 4 * (S::BM * 8) + i % 4 * 2, rows, acc);
+      for (int part = 0; part < 2; part++) unpack_woven<S>(raw, i, part, factors, a[part]);
+      multiply_wide<S, S::BM>(a, tokens + i / 2 * (S::BM * 8) + i % 2 * 4, rows, acc);
       wgmma_wait_group<1>();
       if (i == 0) release_stage_if<S>(smem, before, stage > 0); /* its products are over */
     }
