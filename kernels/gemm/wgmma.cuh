@@ -256,8 +256,8 @@ template <class S> struct ordered_scales {
   }
 };
 
-/* Weights come by half a tile, for both CTAs (PAIRED), or by all of it, for this one: boxes of half a tile, or, N-major,
- * of a block. */
+/* Weights come by half a tile, for both CTAs (PAIRED), or by all of it, for this one: boxes of half a tile each, or,
+ * N-major, of a block. */
 template <class S, bool PAIRED>
 constexpr int WEIGHT_BOXES = (S::N_MAJOR ? S::COLUMNS / S::BLOCK : 2) / (PAIRED ? 2 : 1);
 
@@ -387,8 +387,8 @@ DEVICE void produce_ordered(const gemm_sm90_args &args, wgmma_smem<S> &smem, con
   if constexpr (S::ACTIVATES) produce_kept<S>(activated_of<S>(args), smem, tile, at);
 }
 
-/* The same where all producers gather rows, and each warp asks for a box of weights at most: of four by one of them, its
- * rows would come late. */
+/* The same where all producers gather rows, and each warp asks for a box of weights at most: rows of one that asks for
+ * four would come late. */
 template <class S, bool PAIRED>
 DEVICE void produce_gathered(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &tile, int slot,
                              const gather<S> &rows, pipeline_state<S::STAGES> &at)
