@@ -10,8 +10,7 @@
 
 /* Byte offsets. */
 typedef struct ep_workspace {
-  size_t logits, ids, weights, gate_logit, rows, slots, sent, present, arrived, ids_here, y, shared_y, counts, order,
-      turns, sends, progress, inner;
+  size_t logits, ids, weights, gate_logit, rows, slots, sent, present, arrived, ids_here, y, shared_y, counts, inner;
   size_t inner_bytes; /* of the layers inside, one after the other */
   size_t bytes;
 } ep_workspace;
@@ -44,11 +43,6 @@ static cumoe_status lay_out_workspace(const group *g, ep_workspace *w)
   w->y = take(&end, all, row * ep_answers(&g->shape));
   w->shared_y = take(&end, g->shared ? one : 0, row);
   w->counts = take(&end, 1, 4 * (int64_t)g->plan.desc.local_experts);
-  const int64_t following = one >= g->follow_tokens ? all : 0;
-  w->order = take(&end, following, 4);
-  w->turns = take(&end, following, 4);
-  w->sends = take(&end, 1, 4 * (int64_t)g->shape.ranks);
-  w->progress = take(&end, 1, 4 * (1 + (int64_t)g->plan.desc.local_experts));
   w->inner = take(&end, (int64_t)w->inner_bytes, 1);
   w->bytes = end;
   return CUMOE_OK;
@@ -287,12 +281,6 @@ static int64_t most_of_round(const ep_call *c, int64_t number)
   return left < capacity ? left : capacity;
 }
 
-/* Rows of x follow: decided likewise. */
-static bool follows(const ep_round *r)
-{
-  return most_of_round(r->c, r->number) >= r->c->g->follow_tokens;
-}
-
 static ep_round open_round(const ep_call *c, int64_t number)
 {
   const group *g = c->g;
@@ -309,11 +297,6 @@ static ep_round open_round(const ep_call *c, int64_t number)
   r.present = count_of_round(c);
   locate_routing(&r);
   prepare_moves(&r);
-  if (!follows(&r)) return r;
-  r.move.order = region(c, c->at.order);
-  r.move.turns = region(c, c->at.turns);
-  r.move.sends = region(c, c->at.sends);
-  r.move.progress = region(c, c->at.progress);
   return r;
 }
 
@@ -325,7 +308,7 @@ static bool waits_in_answer(const ep_round *r)
 
 static bool waits_in_put(const ep_round *r)
 {
-  return waits_in_answer(r) && !r->c->g->shared && !follows(r);
+  return waits_in_answer(r) && !r->c->g->shared;
 }
 
 /* Answers go as packets: decided by what all ranks have in common. */
@@ -382,7 +365,7 @@ static gate_args gating(const ep_round *r)
 static bool gates_in_put(const ep_round *r)
 {
   const group *g = r->c->g;
-  if (on_cpu(g->context) || g->ways.dedup || !r->gated || r->tokens == 0 || follows(r)) return false;
+  if (on_cpu(g->context) || g->ways.dedup || !r->gated || r->tokens == 0) return false;
   const gate_args gate = gating(r);
   return GATE_IN_REGISTERS(gate) && !GATE_HAS_RULES(gate);
 }
@@ -394,66 +377,11 @@ static cumoe_status run_routing(const ep_round *r)
   return gates_in_put(r) ? CUMOE_OK : cumoe_gate_with(r->c->g->handle, &r->gate, r->c->stream);
 }
 
-/* Where nothing else can come between, put has a stream of its own. */
-static bool goes_beside(const ep_round *r)
-{
-  return follows(r) && r->c->whole && r->c->g->beside[0];
-}
-
-static cumoe_status fork_stream(const group *g, int32_t lane, cumoe_stream stream)
-{
-  TRY_CUDA(cudaEventRecord(g->begins[lane], stream));
-  TRY_CUDA(cudaStreamWaitEvent(g->beside[lane], g->begins[lane], 0));
-  return CUMOE_OK;
-}
-
-static cumoe_status mark_end(const group *g, int32_t lane)
-{
-  TRY_CUDA(cudaEventRecord(g->ends[lane], g->beside[lane]));
-  return CUMOE_OK;
-}
-
-static cumoe_status join_stream(const group *g, int32_t lane, cumoe_stream stream)
-{
-  TRY_CUDA(cudaStreamWaitEvent(stream, g->ends[lane], 0));
-  return CUMOE_OK;
-}
-
-static cumoe_status fork_entered(const group *g, int32_t lane, cumoe_stream stream)
-{
-  ON_DEVICE(g->context, fork_stream(g, lane, stream));
-}
-static cumoe_status mark_entered(const group *g, int32_t lane)
-{
-  ON_DEVICE(g->context, mark_end(g, lane));
-}
-static cumoe_status join_entered(const group *g, int32_t lane, cumoe_stream stream)
-{
-  ON_DEVICE(g->context, join_stream(g, lane, stream));
-}
-
-static cumoe_status put_beside(const ep_round *r)
-{
-  const group *g = r->c->g;
-  const int32_t lane = r->c->args.lane;
-  ep_call other = *r->c;
-  ep_round on = *r;
-  other.stream = g->beside[lane];
-  on.c = &other;
-  TRY(fork_entered(g, lane, r->c->stream));
-  TRY(run_move(&on, MOVE_PUT_FOLLOW));
-  return mark_entered(g, lane);
-}
-
 /* Behind the router, which has waited for all that was before, put may begin at once. */
 static cumoe_status run_put(const ep_round *r)
 {
   const group *g = r->c->g;
   ep_args a = r->move;
-  if (follows(r)) {
-    TRY(run_move(r, MOVE_ORDER));
-    return goes_beside(r) ? put_beside(r) : run_move(r, MOVE_PUT_FOLLOW);
-  }
   if (!gates_in_put(r)) return run_move(r, MOVE_PUT);
   const gate_args gate = gating(r);
   a.then_waits = waits_in_put(r);
@@ -542,9 +470,7 @@ static layer_ends ends_of(const ep_round *r)
   return (layer_ends){.rank_tokens = most_of_round(r->c, r->number) * g->shape.ranks,
                       .filled = fills_in_put(r),
                       .returns = !on_cpu(g->context),
-                      .few_row = answers ? g->few_row : 0,
-                      .up_row = follows(r) ? g->up_row : 0,
-                      .down_row = follows(r) ? g->down_row : 0};
+                      .few_row = answers ? g->few_row : 0};
 }
 
 static cumoe_status locate_fill(ep_round *r)
@@ -591,21 +517,12 @@ static cumoe_status finish(const ep_round *r, bool answers, bool sums, bool tell
   return launch_move(r, MOVE_FINISH, a, &collect);
 }
 
-/* A rank's sums, which nobody wants discarded. */
-static bool returns_meanwhile(const combine_args *c)
+static cumoe_status run_return(const ep_round *r, const combine_args *combine)
 {
-  return c->reduce && !c->protocol.discard_h;
-}
-
-static cumoe_status run_return(const ep_round *r, const layer_ends *ends)
-{
-  const bool meanwhile = ends->products && returns_meanwhile(&ends->combine);
   ep_args a = r->move;
   a.packets = by_packets(r);
   a.then_waits = waits_in_answer(r) && !a.packets;
-  a.row_pair = ends->row_pair;
-  a.offsets = ends->offsets;
-  return launch_move(r, meanwhile ? MOVE_RETURN_FOLLOW : MOVE_RETURN, a, &ends->combine);
+  return launch_move(r, MOVE_RETURN, a, combine);
 }
 
 static cumoe_status run_few(const ep_round *r, const layer_ends *ends)
@@ -615,43 +532,16 @@ static cumoe_status run_few(const ep_round *r, const layer_ends *ends)
   return launch_move(r, MOVE_FEW, a, ends->few);
 }
 
-/* Put goes on beside it. Rows that follow are waited for here where the experts cannot. */
-static cumoe_status wait_for_tokens(const ep_round *r, const cumoe_moe_args *shard, const layer_ends *ends)
-{
-  ep_args a = r->move;
-  bool products = true;
-  if (waits_in_put(r)) return CUMOE_OK;
-  TRY(launch_move(r, MOVE_WAIT_TOKENS, a, NULL));
-  if (follows(r)) TRY(find_products(r->c->g->shard, r->c->weights, shard, ends, &products));
-  return products ? CUMOE_OK : run_move(r, MOVE_WAIT_ROWS);
-}
-
-static cumoe_status run_products(const ep_round *r, const layer_ends *ends)
-{
-  const int64_t leaves = EP_RETURN_SMS, all = r->c->g->context->machine.sms / 2 * 2;
-  const int64_t sms = all > 4 * leaves ? all - leaves : all;
-  ep_args a = r->move;
-  a.movers = (int32_t)ends->up_grid;
-  TRY(launch_move(r, MOVE_UP, a, ends->up));
-  a.movers = (int32_t)(returns_meanwhile(&ends->combine) && ends->down_grid > sms ? sms : ends->down_grid);
-  TRY(launch_move(r, MOVE_DOWN, a, ends->down));
-  return returns_meanwhile(&ends->combine) ? CUMOE_OK : run_move(r, MOVE_WAIT_ROWS);
-}
-
 static cumoe_status serve_round(const ep_round *r)
 {
   const ep_call *c = r->c;
   const cumoe_moe_args a = shard_args(r);
   few_args few;
-  gemm_sm90_args up, down;
   layer_ends ends = ends_of(r);
   ends.few = &few;
-  ends.up = &up;
-  ends.down = &down;
-  TRY(wait_for_tokens(r, &a, &ends));
+  if (!waits_in_put(r)) TRY(run_move(r, MOVE_WAIT_TOKENS));
   TRY(forward_between(c->g->shard, c->weights, &a, c->stream, &ends));
-  if (ends.products) TRY(run_products(r, &ends));
-  if (ends.combines) TRY(run_return(r, &ends));
+  if (ends.combines) TRY(run_return(r, &ends.combine));
   if (ends.fews) TRY(run_few(r, &ends));
   if (by_packets(r)) {
     const bool answered = ends.combines || ends.fews;
@@ -673,7 +563,6 @@ static cumoe_status combine_round(const ep_round *r)
 {
   if (by_packets(r)) return r->c->whole ? CUMOE_OK : finish(r, false, true, false);
   if (!waits_in_answer(r)) TRY(run_move(r, MOVE_WAIT_ANSWERS));
-  if (goes_beside(r)) TRY(join_entered(r->c->g, r->c->args.lane, r->c->stream));
   return collect(r);
 }
 

@@ -9,24 +9,16 @@
 #include "../kernels/ep/ep.h"
 
 /* On GPUs alone: GATE_PUT, the gate and put of few tokens; FEW, their experts, which answer by themselves; RETURN,
- * answer by the shard's combine; FINISH, of packets, answer, or wait and sum, or all of it. ORDER, PUT_FOLLOW, UP,
- * DOWN, RETURN_FOLLOW: of many tokens, whose rows and sums are sent while experts are multiplied; WAIT_ROWS: until all
- * such rows have come. */
+ * answer by the shard's combine; FINISH, of packets, answer, or wait and sum, or all of it. */
 typedef enum move {
   MOVE_COUNT,
   MOVE_SLOTS,
   MOVE_PUT,
-  MOVE_ORDER,
-  MOVE_PUT_FOLLOW,
-  MOVE_WAIT_ROWS,
   MOVE_GATE_PUT,
   MOVE_WAIT_TOKENS,
   MOVE_ANSWER,
   MOVE_FEW,
-  MOVE_UP,
-  MOVE_DOWN,
   MOVE_RETURN,
-  MOVE_RETURN_FOLLOW,
   MOVE_FINISH,
   MOVE_WAIT_ANSWERS,
   MOVES
@@ -74,20 +66,13 @@ typedef struct group {
   ep_shape shape;
   ep_layout at, few; /* few: of exchanges of up to few_tokens */
   int64_t few_tokens;
-  /* Exchanges of so many tokens and more, INT64_MAX: of none, are such whose rows of x follow what tells of them, and
-   * whose sums are returned as they come: experts' rows are so many that multiplying them takes as long. All ranks have
-   * the same. */
-  int64_t follow_tokens;
   ep_ways ways;
   int32_t rank;
   int64_t timeout_ns;         /* any thread may change it, and the word in the arena, which calls read */
   ep_part next[EP_MAX_LANES]; /* on the CPU device, where a call that has returned is done: what each lane expects */
   cudaStream_t stream;        /* on a GPU, as all of these: for what the host says */
-  cudaStream_t beside[EP_MAX_LANES]; /* of puts whose rows follow */
-  cudaEvent_t begins[EP_MAX_LANES], ends[EP_MAX_LANES];
-  cudaLibrary_t library, few_library, gemm_library;
-  int32_t up_row, down_row; /* likewise of MOVE_UP and MOVE_DOWN */
-  int32_t few_row;          /* variant + 1, of which MOVE_FEW does the same; 0: none */
+  cudaLibrary_t library, few_library;
+  int32_t few_row; /* variant + 1, of which MOVE_FEW does the same; 0: none */
   cudaKernel_t kernels[MOVES];
   char names[MOVES][32]; /* of the kernels */
   bool early;            /* they may start before the grid ahead has ended */

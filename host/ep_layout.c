@@ -39,8 +39,6 @@ static ep_layout lay_out(const ep_shape *s, ep_layout *few)
   const uint64_t packets = ranks * (uint64_t)s->packets;
   l.slots = take(&lane, packets * k * EP_PACKET);
   l.sums = take(&lane, packets * (uint64_t)ep_packet_row(s));
-  l.turns = take(&lane, ranks * (uint64_t)s->capacity * sizeof(int32_t));
-  l.chunks = take(&lane, ranks * (uint64_t)ep_chunks(s->capacity) * sizeof(uint64_t));
   *few = l;
   take_segments(&lane, s, ep_few_tokens(s), few);
   l.lane = few->lane = head;

@@ -102,40 +102,27 @@ void wire_give_up(const group *g, uint64_t word)
 extern const unsigned char cumoe_image_exchange[];
 #ifdef CUMOE_SM90
 extern const unsigned char cumoe_image_exchange_few_sm90[];
-extern const unsigned char cumoe_image_exchange_gemm_sm90[];
 static const unsigned char *const few_image = cumoe_image_exchange_few_sm90;
-static const unsigned char *const gemm_image = cumoe_image_exchange_gemm_sm90;
 #else
-static const unsigned char *const few_image = NULL, *const gemm_image = NULL;
+static const unsigned char *const few_image = NULL;
 #endif
 
 /* A kernel for each type of y, or of y and out, where it computes. */
 static void name_kernels(group *g)
 {
-  static const char *const names[MOVES] = {[MOVE_COUNT] = "count",
-                                           [MOVE_SLOTS] = "slots",
-                                           [MOVE_PUT] = "put",
-                                           [MOVE_ORDER] = "order",
-                                           [MOVE_PUT_FOLLOW] = "put_follow",
-                                           [MOVE_WAIT_ROWS] = "wait_rows",
-                                           [MOVE_GATE_PUT] = "gate_put",
-                                           [MOVE_WAIT_TOKENS] = "wait_tokens",
-                                           [MOVE_ANSWER] = "answer",
-                                           [MOVE_FEW] = "few",
-                                           [MOVE_UP] = "up",
-                                           [MOVE_DOWN] = "down",
-                                           [MOVE_RETURN] = "return",
-                                           [MOVE_RETURN_FOLLOW] = "return_follow",
-                                           [MOVE_WAIT_ANSWERS] = "wait_answers"};
+  static const char *const names[MOVES] = {"count",  "slots", "put", "gate_put", "wait_tokens",
+                                           "answer", "",      "",    "",         "wait_answers"};
   const char *in = cumoe_dtype_name((cumoe_dtype)g->plan.desc.dtype),
              *out = cumoe_dtype_name((cumoe_dtype)g->plan.desc.out_dtype);
   for (int which = 0; which < MOVES; which++) {
     char *name = g->names[which];
     const size_t room = sizeof g->names[which];
-    if (which == MOVE_FINISH)
+    if (which == MOVE_FEW)
+      (void)snprintf(name, room, "cumoe_ep_few_%s", in);
+    else if (which == MOVE_RETURN)
+      (void)snprintf(name, room, "cumoe_ep_return_%s", in);
+    else if (which == MOVE_FINISH)
       (void)snprintf(name, room, "cumoe_ep_finish_%s_%s", in, out);
-    else if (which >= MOVE_FEW && which <= MOVE_RETURN_FOLLOW)
-      (void)snprintf(name, room, "cumoe_ep_%s_%s", names[which], in);
     else
       (void)snprintf(name, room, "cumoe_ep_%s", names[which]);
   }
@@ -163,19 +150,6 @@ static int32_t find_few_row(const group *g)
   return 0;
 }
 
-/* The row of many tokens of dense weights. */
-static int32_t find_gemm_row(const group *g, int32_t op)
-{
-  const int32_t dtype = g->plan.desc.dtype;
-  for (int32_t i = 0; i < variant_count && g->follow_tokens < INT64_MAX; i++) {
-    const variant *v = &variants[i];
-    if (v->op == op && v->form == FORM_wgmma && v->major == MAJOR_K && v->x == dtype &&
-        v->format == (int)dense_format(dtype) && v->y == dtype && runs_on(&g->context->machine, v))
-      return i + 1;
-  }
-  return 0;
-}
-
 static cumoe_status load_library(cudaLibrary_t *library, const unsigned char *image)
 {
   enum cudaLibraryOption option = cudaLibraryBinaryIsPreserved;
@@ -192,30 +166,6 @@ static cumoe_status open_few(group *g)
   TRY(load_library(&g->few_library, few_image));
   TRY(find_kernel(g, g->few_library, MOVE_FEW));
   return driver_allow_smem(g->context, g->kernels[MOVE_FEW], variants[g->few_row - 1].smem);
-}
-
-static cumoe_status open_gemm(group *g)
-{
-  g->up_row = gemm_image ? find_gemm_row(g, OP_up) : 0;
-  g->down_row = gemm_image ? find_gemm_row(g, OP_down) : 0;
-  if (!g->up_row || !g->down_row) return CUMOE_OK;
-  TRY(load_library(&g->gemm_library, gemm_image));
-  TRY(find_kernel(g, g->gemm_library, MOVE_UP));
-  TRY(find_kernel(g, g->gemm_library, MOVE_DOWN));
-  for (int lane = 0; lane < g->shape.lanes; lane++) {
-    TRY_CUDA(cudaStreamCreateWithFlags(&g->beside[lane], cudaStreamNonBlocking));
-    TRY_CUDA(cudaEventCreateWithFlags(&g->begins[lane], cudaEventDisableTiming));
-    TRY_CUDA(cudaEventCreateWithFlags(&g->ends[lane], cudaEventDisableTiming));
-  }
-  TRY(driver_allow_smem(g->context, g->kernels[MOVE_UP], variants[g->up_row - 1].smem));
-  return driver_allow_smem(g->context, g->kernels[MOVE_DOWN], variants[g->down_row - 1].smem);
-}
-
-/* Of a library of its own, or not of this type. */
-static bool is_apart(const group *g, move which)
-{
-  if (which == MOVE_RETURN_FOLLOW) return g->plan.desc.dtype == CUMOE_F32;
-  return which == MOVE_FEW || which == MOVE_UP || which == MOVE_DOWN;
 }
 
 /* Kernels store to other GPUs' memory: this device has to reach it. */
@@ -246,9 +196,8 @@ cumoe_status wire_open(group *g)
   TRY(load_library(&g->library, cumoe_image_exchange));
   name_kernels(g);
   for (move which = 0; which < MOVES; which++)
-    if (!is_apart(g, which)) TRY(find_kernel(g, g->library, which));
-  TRY(open_few(g));
-  return open_gemm(g);
+    if (which != MOVE_FEW) TRY(find_kernel(g, g->library, which));
+  return open_few(g);
 }
 
 cumoe_status wire_close(group *g)
@@ -256,14 +205,8 @@ cumoe_status wire_close(group *g)
   cumoe_status first = CUMOE_OK;
   if (g->library) DROP_CUDA(&first, cudaLibraryUnload(g->library));
   if (g->few_library) DROP_CUDA(&first, cudaLibraryUnload(g->few_library));
-  if (g->gemm_library) DROP_CUDA(&first, cudaLibraryUnload(g->gemm_library));
   if (g->stream) DROP_CUDA(&first, cudaStreamDestroy(g->stream));
-  for (int lane = 0; lane < EP_MAX_LANES; lane++) {
-    if (g->beside[lane]) DROP_CUDA(&first, cudaStreamDestroy(g->beside[lane]));
-    if (g->begins[lane]) DROP_CUDA(&first, cudaEventDestroy(g->begins[lane]));
-    if (g->ends[lane]) DROP_CUDA(&first, cudaEventDestroy(g->ends[lane]));
-  }
-  g->library = g->few_library = g->gemm_library = NULL;
+  g->library = g->few_library = NULL;
   g->stream = NULL;
   return first;
 }
@@ -327,24 +270,10 @@ static launch_shape one_cta(int32_t threads)
                         .block = {whole_warps < EP_WAIT_THREADS ? whole_warps : EP_WAIT_THREADS, 1, 1}};
 }
 
-/* CTAs that all tell for themselves. */
-static launch_shape grid_of_follow(ep_args *a)
+/* As the row's; a->movers CTAs, as its plan says. */
+static launch_shape shape_of_few(const group *g, const ep_args *a)
 {
-  a->movers = (int32_t)between((a->tokens.count + EP_CHUNK - 1) / EP_CHUNK, 1, EP_FOLLOW_CTAS);
-  return (launch_shape){.grid = {(unsigned)a->movers, 1, 1}, .block = {EP_MOVE_THREADS, 1, 1}};
-}
-
-/* So many as fit the SMs that down leaves. */
-static launch_shape grid_of_return_follow(ep_args *a)
-{
-  a->movers = EP_RETURN_SMS * EP_RETURN_RESIDENT;
-  return (launch_shape){.grid = {(unsigned)a->movers, 1, 1}, .block = {EP_RETURN_THREADS, 1, 1}};
-}
-
-/* As a row's; a->movers CTAs, as its plan says. */
-static launch_shape shape_of_row(int32_t row, const ep_args *a)
-{
-  const variant *v = &variants[row - 1];
+  const variant *v = &variants[g->few_row - 1];
   return (launch_shape){
       .grid = {(unsigned)a->movers, 1, 1}, .block = {(unsigned)v->threads, 1, 1}, .smem = (size_t)v->smem};
 }
@@ -357,12 +286,7 @@ static launch_shape shape_of_move(const group *g, move which, ep_args *a)
   case MOVE_PUT:
   case MOVE_GATE_PUT: return grid_of_rows(s, a->tokens.count, a);
   case MOVE_ANSWER: return grid_of_rows(s, s->capacity * s->ranks * ep_answers(s), a);
-  case MOVE_ORDER: return (launch_shape){.grid = {(unsigned)s->ranks, 1, 1}, .block = {EP_ORDER_THREADS, 1, 1}};
-  case MOVE_PUT_FOLLOW: return grid_of_follow(a);
-  case MOVE_FEW: return shape_of_row(g->few_row, a);
-  case MOVE_UP: return shape_of_row(g->up_row, a);
-  case MOVE_DOWN: return shape_of_row(g->down_row, a);
-  case MOVE_RETURN_FOLLOW: return grid_of_return_follow(a);
+  case MOVE_FEW: return shape_of_few(g, a);
   case MOVE_RETURN: return grid_of_return(g, a);
   case MOVE_FINISH: return grid_of_finish(s, a);
   case MOVE_WAIT_TOKENS: return one_cta(EP_MOVE_THREADS);

@@ -3,7 +3,6 @@
 #include "context.h"
 #include "debug.h"
 #include "ep.h"
-#include "format.h"
 #include "objects.h"
 #include "plan.h"
 
@@ -58,17 +57,6 @@ static cumoe_status check_served(const cumoe_moe_desc *d, const cumoe_group_conf
   REQUIRE(!(c->flags & CUMOE_GROUP_NCCL) || c->lanes == 1, CUMOE_ERR_NOT_SUPPORTED,
           "config.lanes is %d, must be 1 with CUMOE_GROUP_NCCL: a group and a communicator for each", (int)c->lanes);
   return CUMOE_OK;
-}
-
-/* Without what lies between sending and receiving. Packets are of fewer. */
-static int64_t follow_tokens_of(const struct plan *plan, const ep_shape *s, uint32_t flags)
-{
-  const cumoe_moe_desc *d = &plan->desc;
-  const int64_t pairs = (int64_t)s->ranks * s->top_k, all = EP_FOLLOW_ROWS * (int64_t)s->experts;
-  const int64_t least = (all + pairs - 1) / pairs;
-  const bool none = on_cpu(plan->context) || flags & (CUMOE_GROUP_DEDUP | CUMOE_GROUP_NCCL) || d->shared_inter ||
-                    d->dtype == CUMOE_F32 || !is_dense(&d->up_format) || !is_dense(&d->down_format);
-  return none ? INT64_MAX : least > s->packets ? least : s->packets + 1;
 }
 
 /* Copies it, with defaults filled in. */
@@ -340,7 +328,6 @@ static cumoe_status new_group(const struct plan *plan, const cumoe_group_config 
   REQUIRE(g, CUMOE_ERR_OUT_OF_MEMORY, "no host memory for %zu bytes", bytes);
   g->context = plan->context;
   g->plan = *plan;
-  g->follow_tokens = follow_tokens_of(plan, &shape, c->flags);
   g->shape = shape;
   g->at = g->to = ep_lay_out(&shape);
   g->few = ep_lay_out_few(&shape);

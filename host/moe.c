@@ -618,31 +618,6 @@ static cumoe_status fill_words(const router_protocol *p, cumoe_stream stream)
   return CUMOE_OK;
 }
 
-/* The caller launches them instead. */
-static bool leaves_products(const pass *p, const layer_ends *ends)
-{
-  const layer_plan *lp = &p->lp;
-  return ends->up_row && lp->steps[STAGE_up].row + 1 == ends->up_row &&
-         lp->steps[STAGE_down].row + 1 == ends->down_row && lp->copies_rows && lp->by_expert &&
-         lp->steps[STAGE_arrange_x].row < 0;
-}
-
-static void hand_over_products(const pass *p, const layer_arguments *l, layer_ends *ends)
-{
-  *ends->up = l->up.gemm;
-  *ends->down = l->down.gemm;
-  ends->up_grid = p->lp.steps[STAGE_up].grid;
-  ends->down_grid = p->lp.steps[STAGE_down].grid;
-  ends->row_pair = p->route.row_pair;
-  ends->offsets = p->route.offsets;
-}
-
-static bool is_left(const layer_ends *ends, stage s)
-{
-  return (s == STAGE_combine && ends->combines) || (s == STAGE_few_up && ends->fews) ||
-         ((s == STAGE_up || s == STAGE_down) && ends->products);
-}
-
 /* Whatever may fail but the launches themselves comes before the first of them. */
 static cumoe_status run(const pass *p, const struct weights *weights, cumoe_stream stream, layer_ends *ends)
 {
@@ -657,11 +632,9 @@ static cumoe_status run(const pass *p, const struct weights *weights, cumoe_stre
   for (stage s = 0; s < STAGE_COUNT; ++s)
     if (mapped_of(&l, s)) TRY(encode_maps(context, &p->lp.steps[s], mapped_of(&l, s)));
   TRY(encode_few_maps(context, &p->lp.steps[STAGE_few_up], &l.few));
-  ends->products = leaves_products(p, ends);
-  if (ends->products) hand_over_products(p, &l, ends);
   if (p->lp.few_fills) TRY(fill_words(&l.router.router.r.protocol, stream));
   for (stage s = 0; s < STAGE_COUNT; ++s)
-    if (p->lp.steps[s].row >= 0 && !is_left(ends, s))
+    if (p->lp.steps[s].row >= 0 && !(s == STAGE_combine && ends->combines) && !(s == STAGE_few_up && ends->fews))
       TRY(launch(context, &p->lp.steps[s], arguments_of(&l, s), stream));
   return CUMOE_OK;
 }
@@ -694,7 +667,7 @@ cumoe_status forward_between(cumoe_plan plan, cumoe_weights weights, const cumoe
   cumoe_moe_args a;
   layer_operands with;
   pass p;
-  ends->combines = ends->fews = ends->products = false;
+  ends->combines = ends->fews = false;
   TRY(prepare(plan, weights, args, ends, &a, &with, &p));
   if (a.x.rows == 0) return CUMOE_OK;
   ON_DEVICE(with.plan->context, run(&p, with.weights, stream, ends));
@@ -711,18 +684,6 @@ cumoe_status find_fill(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_a
   if (a.x.rows == 0 || !p.lp.few_in_one) return CUMOE_OK;
   *fill = region(&p, p.lp.at.h);
   *vectors = (int32_t)(p.lp.at.few_fill / 16);
-  return CUMOE_OK;
-}
-
-cumoe_status find_products(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *args, const layer_ends *ends,
-                           bool *products)
-{
-  cumoe_moe_args a;
-  layer_operands with;
-  pass p;
-  *products = false;
-  TRY(prepare(plan, weights, args, ends, &a, &with, &p));
-  *products = a.x.rows > 0 && leaves_products(&p, ends);
   return CUMOE_OK;
 }
 

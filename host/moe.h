@@ -50,22 +50,12 @@ typedef struct layer_ends {
   bool fews;            /* out: the caller has to, with these arguments and so many CTAs */
   few_args *few;        /* where they are put, with few_row */
   int64_t few_grid;
-  int32_t up_row, down_row;  /* variant + 1: if both products are by these, of a copy of rows and by expert, the caller
-                             * launches them, and what is behind; 0: none */
-  bool products;             /* out: it has to, with these arguments, on so many CTAs */
-  gemm_sm90_args *up, *down; /* where they are put */
-  int64_t up_grid, down_grid;
-  const int32_t *row_pair, *offsets; /* out, likewise: of the route */
 } layer_ends;
 cumoe_status forward_between(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *args, cumoe_stream stream,
                              layer_ends *ends);
 /* Memory of args.workspace that a grid ahead may fill with ones, which spares the layer a grid; 0 vectors: none. */
 cumoe_status find_fill(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *args, const layer_ends *ends,
                        void **fill, int32_t *vectors);
-
-/* Whether forward_between would leave both products to the caller. */
-cumoe_status find_products(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *args, const layer_ends *ends,
-                           bool *products);
 
 /* The caller has chosen, and the gate weighs; the caller has done both. */
 bool is_chosen(const cumoe_moe_args *a);

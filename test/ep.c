@@ -43,7 +43,6 @@ typedef struct world {
   bool moves;                       /* every second call, experts in two places are in the second alone */
   bool apart, keeps, ungated;       /* router_x; ids_out and weights_out; a shared expert without a gate */
   bool by_few;                      /* the experts, on a GPU */
-  bool together;                    /* a rank's experts lie one behind the other, in memory as well */
   bool varies;                      /* every second call is of any number of tokens, by its tokens_max */
   const uint64_t *says;             /* of each rank: its mask, 0: makes no call of it */
   int32_t zero, identity;
@@ -169,9 +168,6 @@ static cumoe_status bind(const world *w, cumoe_context context, const int32_t *h
   d.down.data = cumoe_matrix(NULL, (cumoe_dtype)w->dtype, w->hidden, w->inter, w->inter);
   d.gate_up.per_expert = up;
   d.down.per_expert = down;
-  if (w->together)
-    d.gate_up = (cumoe_projection){.data = rows_of(&w->gate_up, held[0] * 2 * w->inter, count * 2 * w->inter)};
-  if (w->together) d.down = (cumoe_projection){.data = rows_of(&w->down, held[0] * w->hidden, count * w->hidden)};
   return cumoe_weights_bind(context, &d, weights);
 }
 
@@ -1038,18 +1034,6 @@ static void check_others(const world *w, const rank *ranks, const tensor *out)
   }
 }
 
-/* Where nobody stops, the limit only has to end what would last for ever: ranks that share a GPU and a host's cores may
- * be kept from working for longer than a second without that anything is wrong. So it is long, and a world that took
- * what was the limit once says so: a deadlock takes all of it. */
-static const int64_t PATIENT = INT64_C(20000000000);
-enum { LONG_MS = 2000 };
-
-static void say_long(const world *w, int64_t begin)
-{
-  const int64_t took = now_ms() - begin;
-  if (gpus && !emulated() && took > LONG_MS) printf("# %s: %d ms\n", w->name, (int)took);
-}
-
 static void run_world(const world *given, bool dedup)
 {
   rank ranks[MOST_RANKS];
@@ -1060,9 +1044,7 @@ static void run_world(const world *given, bool dedup)
   w.keeps &= !gpus;
   w.replays = gpus && !w.parts && !comms;
   const tensor out = tensor_new(w.dtype, w.x.rows, w.hidden);
-  const int64_t begin = now_ms();
-  run_ranks(&w, &out, ranks, NOBODY, NONE, gpus ? PATIENT : 0);
-  say_long(&w, begin);
+  run_ranks(&w, &out, ranks, NOBODY, NONE, emulated() ? 20000000000 : gpus ? 2000000000 : 0);
   for (int32_t i = 0; i < w.ranks; i++) {
     gave_up |= ranks[i].status != CUMOE_OK || ranks[i].fault.cause != CUMOE_GROUP_ALIVE;
     CHECK_MSG(ranks[i].status == CUMOE_OK, "rank %d: %s", (int)i, ranks[i].text);
@@ -1949,118 +1931,6 @@ static void few_on_gpus(cumoe_context context)
   end_on_gpus();
 }
 
-/* Rows that follow, of so many tokens that groups send them so, and sums that are returned meanwhile: chunks that are
- * not full, that are empty, that nobody sends; ranks without tokens, experts that few ask for, rows of several parts;
- * a last round of so few that all goes the other way; and by kernels that cannot wait for rows (weights here and
- * there). */
-static const world following[] = {
-    {.name = "rows that follow",
-     .ranks = 2,
-     .experts = 4,
-     .top_k = 2,
-     .dtype = CUMOE_BF16,
-     .hidden = 256,
-     .inter = 128,
-     .capacity = 400,
-     .tokens = {400, 361},
-     .together = true},
-    {.name = "rows that follow, one rank has no tokens",
-     .ranks = 3,
-     .experts = 6,
-     .top_k = 3,
-     .dtype = CUMOE_F16,
-     .hidden = 2312,
-     .inter = 72,
-     .capacity = 200,
-     .tokens = {190, 0, 33},
-     .residual = true,
-     .together = true},
-    {.name = "rows that follow, all on one rank",
-     .ranks = 2,
-     .experts = 4,
-     .top_k = 2,
-     .dtype = CUMOE_BF16,
-     .capacity = 350,
-     .tokens = {350, 340},
-     .spread = ALL_ON_LAST,
-     .exact = true,
-     .together = true},
-    {.name = "rows that follow, experts twice, in rounds and parts",
-     .ranks = 2,
-     .experts = 4,
-     .top_k = 2,
-     .dtype = CUMOE_BF16,
-     .capacity = 330,
-     .tokens_max = 400,
-     .tokens = {400, 331},
-     .spread = TWICE,
-     .parts = true,
-     .exact = true,
-     .routed = true},
-    {.name = "rows that follow, counted, in rounds",
-     .ranks = 2,
-     .experts = 4,
-     .top_k = 2,
-     .dtype = CUMOE_BF16,
-     .capacity = 330,
-     .tokens_max = 660,
-     .tokens = {500, 620},
-     .counted = true,
-     .routed = true,
-     .together = true},
-    {.name = "rows that follow, two lanes",
-     .ranks = 2,
-     .lanes = 2,
-     .experts = 4,
-     .top_k = 2,
-     .dtype = CUMOE_BF16,
-     .capacity = 350,
-     .tokens = {350, 320},
-     .together = true},
-    {.name = "rows that follow, eight ranks, bad ids",
-     .ranks = 8,
-     .experts = 16,
-     .top_k = 4,
-     .dtype = CUMOE_BF16,
-     .capacity = 90,
-     .tokens = {90, 81, 0, 2, 73, 90, 33, 32},
-     .odd_ids = true,
-     .routed = true,
-     .together = true},
-};
-
-/* False: the GPU has none. */
-static bool force_wgmma(cumoe_context context, int32_t dtype)
-{
-  static const char *const ops[] = {"up", "down"};
-  for (int op = 0; op < 2; op++) {
-    int32_t found = -1;
-    for (int32_t i = 0; i < cumoe_variant_count(); i++) {
-      cumoe_variant_info info = {.size = sizeof info};
-      if (!CHECK_OK(cumoe_variant_get(context, i, &info))) return false;
-      if (info.usable && !strcmp(info.op, ops[op]) && info.w == dtype && strstr(info.name, "wgmma") &&
-          strstr(info.name, "_K_176x"))
-        found = i;
-    }
-    if (found < 0 || !CHECK_OK(cumoe_variant_force(context, found))) return false;
-  }
-  return true;
-}
-
-static void following_on_gpus(cumoe_context context)
-{
-  begin_on_gpus();
-  const bool there = force_wgmma(context, CUMOE_BF16);
-  CHECK_OK(cumoe_variant_force(context, -1));
-  for (size_t i = 0; i < sizeof following / sizeof *following && !gave_up; i++) {
-    const world *w = &following[i];
-    for (int32_t r = 0; there && w->together && r < w->ranks; r++) CHECK(force_wgmma(open_rank(r), w->dtype));
-    run_world(w, false);
-    for (int32_t r = 0; r < w->ranks; r++) CHECK_OK(cumoe_variant_force(open_rank(r), -1));
-  }
-  end_on_gpus();
-}
-
 /* ---- where everything lies ---- */
 
 /* Regions in their order, none over another, all aligned. */
@@ -2088,8 +1958,6 @@ static void check_layout(const ep_shape *s)
                  {l.lane + l.y, slots * row * answers},
                  {l.lane + l.slots, packets * (uint64_t)s->top_k * EP_PACKET},
                  {l.lane + l.sums, packets * (uint64_t)ep_packet_row(s)},
-                 {l.lane + l.turns, slots * 4},
-                 {l.lane + l.chunks, ranks * (uint64_t)ep_chunks(s->capacity) * 8},
                  {l.lane + few.x, few_slots * row},
                  {l.lane + few.ids, few_slots * (uint64_t)s->top_k * 4},
                  {l.lane + few.weights, few_slots * (uint64_t)s->top_k * 4},
@@ -2563,19 +2431,12 @@ static void refusals(void)
 }
 
 static const test_group groups[] = {
-    GROUP("ranks on GPUs", on_gpus, ON_CUDA),
-    GROUP("few tokens on GPUs", few_on_gpus, ON_CUDA),
-    GROUP("rows that follow on GPUs", following_on_gpus, ON_CUDA),
-    ALONE("answers", answers, ONCE),
-    ALONE("trouble", troubles, ONCE),
-    ALONE("without a rank", without, ONCE),
-    ALONE("masks", masks, ONCE),
-    ALONE("processes", processes, ONCE),
-    ALONE("layouts", layouts, ONCE),
-    ALONE("arguments", arguments, ONCE),
-    ALONE("overlap", overlap, ONCE),
-    ALONE("refusals", refusals, ONCE),
-    ALONE("forged", forged, ONCE),
+    GROUP("ranks on GPUs", on_gpus, ON_CUDA), GROUP("few tokens on GPUs", few_on_gpus, ON_CUDA),
+    ALONE("answers", answers, ONCE),          ALONE("trouble", troubles, ONCE),
+    ALONE("without a rank", without, ONCE),   ALONE("masks", masks, ONCE),
+    ALONE("processes", processes, ONCE),      ALONE("layouts", layouts, ONCE),
+    ALONE("arguments", arguments, ONCE),      ALONE("overlap", overlap, ONCE),
+    ALONE("refusals", refusals, ONCE),        ALONE("forged", forged, ONCE),
 };
 #ifndef TEST_STAGED
 TEST_MAIN(groups)

@@ -4,8 +4,7 @@
  * ranks, of which the last is left out whenever the others have given up or are done, and one more call of those; it
  * may have died at any step, or go on taking its own. Three calls of three ranks, in the second of which one has
  * nothing for another: dedup. Packets: ranks of two threads each, for what one stores as packets nothing orders with
- * the other's flags; in all of three calls, or mixed with calls and ranks without. Rows that follow what tells of them:
- * each call's put is a thread that the next call's does not wait for. Nothing stale is read, nobody is
+ * the other's flags; in all of three calls, or mixed with calls and ranks without. Nothing stale is read, nobody is
  * stuck, and nobody that stays gives up twice. A step is one store, or one look at what others stored: stores of one
  * thread are seen in its order, which is what release and acquire promise. Of each way to get it wrong (`mutant`) the
  * same search finds an example.
@@ -16,7 +15,7 @@
 #include "test.h"
 
 /* BEFORE: exchanges so far, so that the words wrap. */
-enum { MOST = 3, CALLS = 3, WRAP = 4, BEFORE = 2, LANES = 2, THREADS = 1 + CALLS };
+enum { MOST = 3, CALLS = 3, WRAP = 4, BEFORE = 2, LANES = 2, THREADS = 2 };
 
 typedef enum mutant {
   RIGHT,
@@ -42,11 +41,7 @@ typedef enum mutant {
   BACK_NOT_AWAITED,    /* as all results have come */
   NEXT_BEFORE_SUMS,    /* the next call begins, and not all sums have been taken */
   DEAF_TO_ABORT,       /* who waits for a packet */
-  CHUNK_BEFORE_ROWS,   /* a chunk is told before its rows are written */
-  CHUNK_NOT_AWAITED,   /* rows are read once `in` tells of them */
-  BACK_BEFORE_CHUNKS,  /* results are told of before chunks that nobody reads have come */
   MUTANTS,
-  FIRST_THAT_FOLLOWS = CHUNK_BEFORE_ROWS,
   FIRST_OF_PACKETS = SLOTS_AS_THEY_ARE
 } mutant;
 
@@ -72,14 +67,11 @@ static const char *const mutant_names[MUTANTS] = {"as it is",
                                                   "slots as packets, which is not told",
                                                   "packets for all, and no wait for flags",
                                                   "a call that begins before all sums are taken",
-                                                  "waiting for a packet whatever happens",
-                                                  "a chunk before its rows",
-                                                  "rows read before their chunk",
-                                                  "results told of before all chunks have come"};
+                                                  "waiting for a packet whatever happens"};
 
 /* What a rank does in one call, for each peer in turn. BEGIN counts the exchange, LEAVE_OUT clears the abort word:
  * once, for no peer. TELL_MASK and AWAIT_MASK are of a rank that stays, after its last call. Of packets each word by
- * itself is written, and taken when both are there; MEET waits for another thread of the rank. */
+ * itself is written, and taken when both are there; MEET waits for the rank's other thread. */
 typedef enum act {
   BEGIN,
   WRITE_X,
@@ -97,8 +89,6 @@ typedef enum act {
   TAKE_SLOT,
   WRITE_SUM,
   TAKE_SUM,
-  TELL_CHUNK,
-  AWAIT_CHUNK,
   MEET,
   ACTS
 } act;
@@ -123,7 +113,6 @@ typedef struct state {
   packet slots[MOST][MOST], sums[MOST][MOST];
   uint8_t ids[MOST][MOST], packed[MOST][MOST]; /* the latter: of the word `in` */
   uint8_t x[LANES][MOST][MOST], y[LANES][MOST][MOST], in[LANES][MOST][MOST], back[LANES][MOST][MOST];
-  uint8_t chunk[MOST][MOST];       /* of [to][from]: the exchange whose rows are there */
   uint8_t some[LANES][MOST][MOST]; /* of the word `in`: it tells of tokens */
   uint8_t n[LANES][MOST];          /* exchanges of a rank so far */
   uint8_t abort[MOST];             /* 1 + by whom */
@@ -139,7 +128,6 @@ typedef struct model {
   bool loses;    /* the last rank: the others leave it out */
   bool dedup;
   int threads;
-  bool follows;                         /* rows, what tells of them */
   bool sums[CALLS], slots[CALLS][MOST]; /* which calls have packets; of slots, and which ranks */
   step steps[THREADS * MOST][MOST_STEPS];
   int call[THREADS * MOST][MOST_STEPS], count[THREADS * MOST];
@@ -251,38 +239,9 @@ static void add_call_of_packets(model *m, int rank, int call)
   if (m->mutant != NEXT_BEFORE_SUMS) meet(m, rank, call, other);
 }
 
-/* One thread tells of tokens and goes on to their rows; nothing but chunks waits for it, the next call neither. Who is
- * to answer looks at all chunks, also of ranks that had no row for it. */
-static void add_call_that_follows(model *m, int rank, int call)
-{
-  const int other = (1 + call) * m->ranks + rank;
-  add_step(m, rank, call, (step){BEGIN, rank, 0, 0});
-  meet(m, other, call, rank);
-  add_all(m, other, call, TELL_IN);
-  for (int p = 0; p < m->ranks; p++) {
-    const step row = {WRITE_X, p, 0, 0}, chunk = {TELL_CHUNK, p, 0, 0};
-    if (m->mutant == CHUNK_BEFORE_ROWS) add_step(m, other, call, chunk);
-    if (!has_none(m, rank, p, call)) add_step(m, other, call, row);
-    if (m->mutant != CHUNK_BEFORE_ROWS) add_step(m, other, call, chunk);
-  }
-  add_all(m, rank, call, AWAIT_IN);
-  for (int p = 0; p < m->ranks; p++) {
-    const bool skips = m->mutant == CHUNK_NOT_AWAITED || has_none(m, p, rank, call);
-    if (!skips) add_step(m, rank, call, (step){AWAIT_CHUNK, p, 0, 0});
-    add_step(m, rank, call, (step){READ_X, p, 0, 0});
-  }
-  if (m->mutant != BACK_BEFORE_CHUNKS && m->mutant != CHUNK_NOT_AWAITED) add_all(m, rank, call, AWAIT_CHUNK);
-  add_all(m, rank, call, WRITE_Y);
-  add_all(m, rank, call, TELL_BACK);
-  add_all(m, rank, call, AWAIT_BACK);
-  add_all(m, rank, call, READ_Y);
-}
-
 static void write_programs(model *m)
 {
-  for (int r = 0; r < m->ranks && m->follows; r++)
-    for (int c = 0; c < m->calls; c++) add_call_that_follows(m, r, c);
-  for (int r = 0; r < m->ranks && m->threads > 1 && !m->follows; r++)
+  for (int r = 0; r < m->ranks && m->threads > 1; r++)
     for (int c = 0; c < m->calls; c++) add_call_of_packets(m, r, c);
   for (int r = 0; r < m->ranks && m->threads == 1; r++) {
     for (int c = 0; c < m->calls; c++)
@@ -307,13 +266,7 @@ static void hear(state *s, int r, uint8_t told)
 
 static bool sends_packets(const model *m, int rank, int call)
 {
-  return m->threads > 1 && !m->follows && m->slots[call][rank];
-}
-
-/* A put's own, whatever its rank has come to since. */
-static uint8_t number_of(int call)
-{
-  return (uint8_t)(BEFORE + call + 1) % WRAP;
+  return m->threads > 1 && m->slots[call][rank];
 }
 
 static void write_word(packet *p, int word, uint8_t number, uint8_t call)
@@ -395,10 +348,6 @@ static bool take(model *m, state *s, int thread)
   case TAKE_SUM:
     if (!take_packet(m, &s->sums[r][o], n, fresh, m->mutant == SUMS_AS_THEY_ARE)) return false;
     break;
-  case TELL_CHUNK: s->chunk[o][r] = number_of(call); break;
-  case AWAIT_CHUNK:
-    if (!reached(s->chunk[r][o], n)) return false;
-    break;
   case MEET:
     if (s->at[o] == GAVE_UP || s->at[o] < p->at) return false;
     break;
@@ -461,7 +410,6 @@ static bool end_wait(model *m, state *s, int thread)
 
 static bool may_end(const model *m, act what, int r)
 {
-  if (what == AWAIT_CHUNK) return true;
   if (what == TAKE_SLOT || what == TAKE_SUM) return m->mutant != DEAF_TO_ABORT;
   /* With the mutant only the first rank has a limit to its patience. */
   return what == MEET || ((what == AWAIT_IN || what == AWAIT_BACK) && !(m->mutant == NO_ABORT && r > 0));
@@ -487,24 +435,14 @@ static void expand(model *m, const state *from)
   if (!moved && !all && !m->wrong) m->wrong = "ranks wait for each other for ever";
 }
 
-typedef enum ending {
-  ALL_CALLS,
-  GIVING_UP,
-  LEAVING_OUT,
-  DEDUP,
-  PACKETS,
-  SOME_PACKETS,
-  FOLLOWS,
-  FOLLOWS_GIVING_UP
-} ending;
+typedef enum ending { ALL_CALLS, GIVING_UP, LEAVING_OUT, DEDUP, PACKETS, SOME_PACKETS } ending;
 
 /* Slots and sums need not go together: slots are packets where put is the gate as well. */
 static void choose_packets(model *m, ending how)
 {
   static const bool sums[CALLS] = {true, false, true},
                     slots[CALLS][MOST] = {{true, true}, {true, false}, {false, true}};
-  m->follows = how >= FOLLOWS;
-  m->threads = how == PACKETS || how == SOME_PACKETS ? 2 : m->follows ? THREADS : 1;
+  m->threads = how == PACKETS || how == SOME_PACKETS ? THREADS : 1;
   for (int c = 0; c < CALLS; c++) {
     m->sums[c] = how == PACKETS || sums[c];
     for (int r = 0; r < m->ranks; r++) m->slots[c][r] = how == PACKETS || slots[c][r];
@@ -519,10 +457,9 @@ static const char *search(int ranks, int lanes, mutant which, ending how, size_t
   memset(&first, 0, sizeof first);
   memset(first.in, BEFORE, sizeof first.in);
   memset(first.back, BEFORE, sizeof first.back);
-  memset(first.chunk, BEFORE, sizeof first.chunk);
   memset(first.n, BEFORE, sizeof first.n);
   m->ranks = ranks, m->lanes = lanes, m->mutant = which;
-  m->gives_up = how != ALL_CALLS && how != FOLLOWS, m->loses = how == LEAVING_OUT, m->dedup = how >= DEDUP,
+  m->gives_up = how != ALL_CALLS, m->loses = how == LEAVING_OUT, m->dedup = how >= DEDUP,
   m->calls = m->loses ? CALLS - 1 : CALLS;
   choose_packets(m, how);
   write_programs(m);
@@ -539,9 +476,7 @@ static const char *search(int ranks, int lanes, mutant which, ending how, size_t
 
 static void check_right(int ranks, int lanes, ending how)
 {
-  static const char *const hows[] = {
-      "",          ", giving up",    ", leaving one out",  ", dedup",
-      ", packets", ", some packets", ", rows that follow", ", rows that follow, giving up"};
+  static const char *const hows[] = {"", ", giving up", ", leaving one out", ", dedup", ", packets", ", some packets"};
   size_t states = 0;
   case_begin("%d ranks, %d lanes%s", ranks, lanes, hows[how]);
   const char *wrong = search(ranks, lanes, RIGHT, how, &states);
@@ -562,17 +497,13 @@ static void orders(void)
   check_right(3, 1, DEDUP);
   check_right(2, 1, PACKETS);
   check_right(2, 1, SOME_PACKETS);
-  check_right(2, 1, FOLLOWS);
-  check_right(2, 1, FOLLOWS_GIVING_UP);
 }
 
 static void mutants(void)
 {
   for (mutant m = RIGHT + 1; m < MUTANTS; m++) {
-    const bool follows = m >= FIRST_THAT_FOLLOWS, packets = m >= FIRST_OF_PACKETS && !follows;
-    const bool masks = m >= NOT_AGREED && !packets && !follows;
-    const ending how = follows            ? FOLLOWS
-                       : packets          ? PACKETS
+    const bool packets = m >= FIRST_OF_PACKETS, masks = m >= NOT_AGREED && !packets;
+    const ending how = packets            ? PACKETS
                        : masks            ? LEAVING_OUT
                        : m == NO_ABORT    ? GIVING_UP
                        : m == TOLD_OF_ALL ? DEDUP

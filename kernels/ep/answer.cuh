@@ -277,40 +277,15 @@ struct addends {
   int sum[EP_RETURN_THREADS], of_warp[EP_RETURN_THREADS / WARP_SIZE]; /* which sum; how many a warp has found */
 };
 
-/* Sums in turn over segments and slices, so that no link idles. */
-struct sums_by_segment {
-  const int *arrived;
-
-  DEVICE bool find(const combine_args &, const ep_args &a, unsigned group, unsigned *source, unsigned *row) const
-  {
-    const unsigned ranks = a.shape.ranks;
-    *row = group / ranks;
-    *source = (a.rank + 1 + (group - *row * ranks)) % ranks;
-    return *row < arrived[*source];
-  }
-};
-
-/* A list of tokens' numbers in all segments. */
-struct sums_of_list {
-  const unsigned *tokens;
-
-  DEVICE bool find(const combine_args &, const ep_args &a, unsigned i, unsigned *source, unsigned *row) const
-  {
-    *source = tokens[i] / (unsigned)a.shape.capacity;
-    *row = tokens[i] - *source * (unsigned)a.shape.capacity;
-    return true;
-  }
-};
-
-/* A slot of sum `number`. False: no row of it is here. */
-template <class In, int COLUMNS, class ORDER>
-DEVICE bool find_addend(const combine_args &c, const ep_args &a, const ORDER &order, unsigned number, int slot,
+/* A slot of sum `number`, in turn over segments and slices, so that no link idles. False: no row of it is here. */
+template <class In, int COLUMNS>
+DEVICE bool find_addend(const combine_args &c, const ep_args &a, const int *arrived, unsigned number, int slot,
                         addend *found)
 {
-  const unsigned slices = ceil_div(c.hidden, COLUMNS), capacity = (unsigned)a.shape.capacity;
-  const unsigned group = number / slices, slice = number - group * slices;
-  unsigned source, row;
-  if (!order.find(c, a, group, &source, &row)) return false;
+  const unsigned slices = ceil_div(c.hidden, COLUMNS), ranks = a.shape.ranks, capacity = (unsigned)a.shape.capacity;
+  const unsigned group = number / slices, slice = number - group * slices, row = group / ranks,
+                 source = (a.rank + 1 + (group - row * ranks)) % ranks;
+  if (row >= arrived[source]) return false;
   const int64_t token = source * capacity + row, there = (int64_t)a.rank * capacity + row, first = slice * COLUMNS;
   const int line = load_relaxed(c.slot_row + token * c.top_k + slot);
   const float weight = c.pair_weights ? load_relaxed(c.pair_weights + token * c.pair_weights_ld + slot) : 1.f;
@@ -325,16 +300,16 @@ DEVICE bool find_addend(const combine_args &c, const ep_args &a, const ORDER &or
   return true;
 }
 
-/* Of sums number, number + step ..., a thread a slot; returns how many there are. All know them when all have met. */
+/* Of sums number, number + movers ..., a thread a slot; returns how many there are. All know them when all have met. */
 static_assert(MAX_TOP_K <= EP_RETURN_THREADS, "a sum at least");
-template <class In, int COLUMNS, class ORDER>
-DEVICE int find_addends(const combine_args &c, const ep_args &a, const ORDER &order, unsigned number, unsigned step,
-                        unsigned end, addends &s)
+template <class In, int COLUMNS>
+DEVICE int find_addends(const combine_args &c, const ep_args &a, const int *arrived, unsigned number, unsigned end,
+                        addends &s)
 {
   const int sum = (int)threadIdx.x / c.top_k, slot = (int)threadIdx.x - sum * c.top_k;
-  const bool asks = sum < EP_RETURN_THREADS / c.top_k && number + sum * step < end;
+  const bool asks = sum < EP_RETURN_THREADS / c.top_k && number + sum * a.movers < end;
   addend one = {};
-  const bool here = asks && find_addend<In, COLUMNS>(c, a, order, number + sum * step, slot, &one);
+  const bool here = asks && find_addend<In, COLUMNS>(c, a, arrived, number + sum * a.movers, slot, &one);
   const uint32_t who = __ballot_sync(ALL_LANES, here);
   if (lane_id() == 0) s.of_warp[warp_id()] = __popc(who);
   __syncthreads();
@@ -382,19 +357,6 @@ template <class In> struct columns_at_once {
   }
 };
 
-/* What a CTA has listed. */
-template <class In> DEVICE void add_up_listed(const combine_args &c, const addends &s, int count)
-{
-  float sum[column_of<In>::SIZE] = {};
-  columns_at_once<In> now, next;
-  if (count > 0) now.load(s, 0, count);
-#pragma unroll 1
-  for (int first = 0; first < count; first += ADDENDS_AT_ONCE, now = next) {
-    next.load(s, first + ADDENDS_AT_ONCE, count);
-    now.add_up(c, s, first, count, sum);
-  }
-}
-
 /* A rank of several has few of a token's k rows, and memory's latency is the limit: so rows that are here are listed
  * first, of many sums, and eight to sixteen of them a thread are in flight, whosever they are. */
 template <class In, int COLUMNS>
@@ -406,89 +368,17 @@ DEVICE void sum_to_ranks(const combine_args &c, const ep_args &a, const outputs_
   if (!c.protocol.early_inputs) place.wait();
 #pragma unroll 1
   for (unsigned number = blockIdx.x; number < end; number += step) {
-    const int count = find_addends<In, COLUMNS>(c, a, sums_by_segment{place.arrived}, number, a.movers, end, s);
+    const int count = find_addends<In, COLUMNS>(c, a, place.arrived, number, end, s);
+    float sum[column_of<In>::SIZE] = {};
+    columns_at_once<In> now, next;
     if (c.protocol.early_inputs && number == blockIdx.x) place.wait();
     __syncthreads();
-    add_up_listed<In>(c, s, count);
-    __syncthreads();
-  }
-}
-
-/* By one thread, until y has all rows of the experts that begin up to `row`; the first one that does not. */
-DEVICE int wait_for_rows_of_y(const combine_args &c, const ep_args &a, int expert, unsigned row)
-{
-  for (; expert < a.local_experts; expert++) {
-    const unsigned begin = (unsigned)load_relaxed(a.offsets + expert),
-                   end = (unsigned)load_relaxed(a.offsets + expert + 1);
-    if (begin > row) break;
-    while ((unsigned)load_acquire(a.progress + 1 + expert) != (end - begin) * (unsigned)c.hidden) {
-    }
-  }
-  return expert;
-}
-
-/* A warp's rows, of which those are listed that are their tokens' last ones here: a sum stands where all that it needs
- * is there, the sooner the fewer of the experts are done. */
-struct listed_sums {
-  addends s;
-  unsigned tokens[WARP_SIZE];
-  int count;
-};
-
-DEVICE bool is_last_of_token(const combine_args &c, const ep_args &a, unsigned row, unsigned *token)
-{
-  const unsigned k = c.top_k;
-  bool last = true;
-  *token = (unsigned)load_relaxed(a.row_pair + row) / k;
-  if (*token >= (unsigned)(a.shape.ranks * a.shape.capacity)) return false;
-#pragma unroll 4
-  for (unsigned slot = 0; slot < k; slot++) last &= load_relaxed(c.slot_row + *token * k + slot) <= (int)row;
-  return last;
-}
-
-/* By a warp. */
-DEVICE void list_sums(const combine_args &c, const ep_args &a, unsigned first, unsigned rows, listed_sums &l)
-{
-  unsigned token = 0;
-  const bool last = first + lane_id() < rows && is_last_of_token(c, a, first + lane_id(), &token);
-  const uint32_t who = __ballot_sync(ALL_LANES, last);
-  if (last) l.tokens[__popc(who & ((1u << lane_id()) - 1))] = token;
-  if (lane_id() == 0) l.count = __popc(who);
-}
-
-/* Some sums of the list, slice by slice. */
-template <class In, int COLUMNS>
-DEVICE void add_up_slices(const combine_args &c, const ep_args &a, listed_sums &l, int first)
-{
-  const unsigned slices = ceil_div(c.hidden, COLUMNS);
-  const int count =
-      find_addends<In, COLUMNS>(c, a, sums_of_list{l.tokens}, first * slices, slices, l.count * slices, l.s);
-  for (unsigned slice = 0; slice < slices; slice++) {
-    if (slice > 0 && (int)threadIdx.x < count) {
-      addend &one = l.s.of[threadIdx.x];
-      if (one.from) one.from += COLUMNS * sizeof(In);
-      if (one.to) one.to += COLUMNS * sizeof(In);
-      one.threads = min((int)COLUMNS, c.hidden - (int)slice * COLUMNS) / column_of<In>::SIZE;
-    }
-    __syncthreads();
-    add_up_listed<In>(c, l.s, count);
-    __syncthreads();
-  }
-}
-
-/* Behind down, which runs. Of the route all was there before that started. */
-template <class In, int COLUMNS> DEVICE void sum_in_row_order(const combine_args &c, const ep_args &a)
-{
-  __shared__ listed_sums l;
-  const unsigned rows = (unsigned)load_relaxed(a.offsets + a.local_experts);
-  int expert = 0;
+    if (count > 0) now.load(s, 0, count);
 #pragma unroll 1
-  for (unsigned first = blockIdx.x * WARP_SIZE; first < rows; first += a.movers * WARP_SIZE) {
-    if (warp_id() == 0) list_sums(c, a, first, rows, l);
-    if (threadIdx.x == WARP_SIZE) expert = wait_for_rows_of_y(c, a, expert, min(first + WARP_SIZE, rows) - 1);
-    __syncthreads();
-#pragma unroll 1
-    for (int i = 0; i < l.count; i += EP_RETURN_THREADS / c.top_k) add_up_slices<In, COLUMNS>(c, a, l, i);
+    for (int first = 0; first < count; first += ADDENDS_AT_ONCE, now = next) {
+      next.load(s, first + ADDENDS_AT_ONCE, count);
+      now.add_up(c, s, first, count, sum);
+    }
     __syncthreads();
   }
 }

@@ -33,13 +33,6 @@
  * packets in every exchange of so few tokens at most: `back` then tells that what was put has been read, which is what
  * the next put waits for, and nothing of the answers. Packets of n + 1 overwrite those of n as data beside flags do.
  *
- * Of many tokens (ep_streams in host/ep.h), between GPUs, `in` tells of ids and weights alone. Rows of x follow while
- * the experts are multiplied, to each rank in the order of the first expert that a token has there, EP_CHUNK rows at a
- * time: `chunks` has a word for each, {n, 0}, stored with release behind its rows. A token's place in that order is its
- * turn, -1 where it has no expert: then no row is sent. Whoever has put has all its CTAs on a GPU before it tells `in`,
- * so that a grid that waits for chunks and leaves others no room waits for what is already under way. The words of
- * n + 1 overwrite those of n as the rows do.
- *
  * test/ep_model.c goes through all orders of this.
  */
 #ifndef CUMOE_KERNELS_EP_H
@@ -56,7 +49,6 @@
 enum { EP_NEAR_RANKS = 16 };                 /* up to so many, arguments hold their arenas: a load less */
 enum { EP_FLAG_WORDS = 16, EP_PACKET = 16 }; /* bytes of a packet, of which 8 are data */
 enum { EP_PACKET_RUN = 32 }; /* so many 16-byte vectors' first packets lie one behind the other, then the second ones */
-enum { EP_CHUNK = 32 };      /* rows that a flag stands for, where they follow */
 enum { EP_LINE = 128, EP_ALIGN = 256, EP_MAX_RANKS = 1024, EP_MAX_LANES = 2, EP_MAX_REPLICAS = 64 };
 enum { EP_PLACE_SHIFT = 16 }; /* an entry of a placement: rank << 16 | local expert */
 
@@ -72,11 +64,6 @@ typedef struct ep_shape {
 EP_BOTH int32_t ep_answers(const ep_shape *s)
 {
   return s->exact ? s->top_k : 1;
-}
-
-EP_BOTH int64_t ep_chunks(int64_t tokens)
-{
-  return (tokens + EP_CHUNK - 1) / EP_CHUNK;
 }
 
 /* Bytes of a row of y as packets: whole runs, so that a warp's lanes store, and load, what lies side by side. */
@@ -102,8 +89,6 @@ typedef struct ep_layout {
   uint64_t y;               /* [ranks, capacity, answers, hidden] */
   uint64_t slots;           /* [ranks, packets, top_k] packets: id, weight */
   uint64_t sums;            /* [ranks, packets] rows of y as packets */
-  uint64_t turns;           /* [ranks, capacity] i32 */
-  uint64_t chunks;          /* [ranks, ep_chunks] words */
   uint64_t bytes;
 } ep_layout;
 
@@ -131,15 +116,10 @@ typedef struct ep_args {
   token_count all_tokens;
   int32_t *present;
   /* wait, answer */
-  int32_t *arrived;   /* kernels: [ranks] tokens of each */
-  int32_t *ids_here;  /* [ranks * capacity, top_k], checked */
-  const void *y_here; /* [ranks * capacity * answers, hidden] */
-  /* rows that follow, sums that are returned meanwhile */
-  int32_t *order, *turns; /* [ranks, capacity]: tokens of this rank in their order to each; their turns */
-  int32_t *sends;         /* [ranks] rows to each */
-  int32_t *progress;      /* [1 + local_experts]: tickets of up's units; channels of y that are there; 0 before */
-  const int32_t *row_pair, *offsets; /* the route of the rows here */
-  const int32_t *counts;             /* NULL, or [local_experts] rows of this round, which answer adds to the sum */
+  int32_t *arrived;      /* kernels: [ranks] tokens of each */
+  int32_t *ids_here;     /* [ranks * capacity, top_k], checked */
+  const void *y_here;    /* [ranks * capacity * answers, hidden] */
+  const int32_t *counts; /* NULL, or [local_experts] rows of this round, which answer adds to the sum */
   int32_t *counts_sum;
   /* kernels */
   int32_t then_waits;   /* put and answer go on with their wait, finish with the sum */
@@ -157,8 +137,6 @@ typedef struct ep_args {
 /* The CUDA kernels' grids: parts of a row lie along y, rows along x; so many rows a CTA, up to so many CTAs. */
 enum { EP_PART_BYTES = 4096, EP_MOVE_THREADS = 512, EP_WAIT_THREADS = 1024, EP_MOVE_ROWS = 8, EP_MOVE_CTAS = 128 };
 enum { EP_RETURN_THREADS = 128, EP_RETURN_RESIDENT = 4, EP_FILL_CTAS = 32 };
-enum { EP_FOLLOW_ROWS = 160, EP_RETURN_SMS = 12 }; /* rows an expert from which rows follow; SMs that down leaves */
-enum { EP_FOLLOW_CTAS = 16, EP_ORDER_THREADS = 1024, EP_ORDER_BUCKETS = 256 };
 enum { EP_FINISH_CTAS = 128, EP_FINISH_LEAST = 16, EP_FINISH_MOST = 32 }; /* of all ranks; of one */
 enum { EP_PACKET_TOKENS = 32 }; /* above, twice the bytes take longer than waiting for what was stored */
 #define EP_PACKED 0x80000000u   /* in a flag's number of tokens: their slots come as packets */

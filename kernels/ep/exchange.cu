@@ -4,7 +4,7 @@
  * grid, and none without a limit of time.
  */
 #include "ep/answer.cuh"
-#include "ep/follow.cuh"
+#include "ep/put.cuh"
 
 /* ---- before a put ---- */
 
@@ -32,15 +32,6 @@ extern "C" __global__ void __launch_bounds__(WARP_SIZE) cumoe_ep_count(const __g
   if (threadIdx.x != 0) return;
   report_token_count(a.all_tokens, a.fault);
   *a.present = (int32_t)min(max(token_total(a.all_tokens) - a.first_token, (int64_t)0), a.tokens.count);
-}
-
-/* In which order each rank gets its rows; a CTA a rank. */
-extern "C" __global__ void __launch_bounds__(EP_ORDER_THREADS) cumoe_ep_order(const __grid_constant__ ep_args a)
-{
-  __shared__ order_smem s;
-  look_ahead_at_places(a);
-  wait_for_earlier_grids();
-  order_rows(a, s, (int)blockIdx.x);
 }
 
 /* ---- waits ---- */
@@ -141,11 +132,9 @@ template <int FIRST> DEVICE void take_ids_and_packets(const ep_args &a, const ar
 template <int FIRST> DEVICE void wait_for_tokens(const ep_args &a, arrivals &s, uint32_t exchange)
 {
   const bool all = wait_for_all<FIRST>(a, a.at.in, EP_DISPATCH, exchange, s.carried);
-  if (!(a.progress && a.early)) wait_for_earlier_grids_alone(); /* if these have not yet; put may go on */
+  wait_for_earlier_grids_alone(); /* if these have not yet */
   let_next_grid_start();
   if (threadIdx.x == 0) counters_of(a)->exchanges = exchange, s.any_packed = false;
-  if (FIRST == WHOLE_CTA && a.progress)
-    for (int i = threadIdx.x; i <= a.local_experts; i += blockDim.x) a.progress[i] = 0;
   meet<FIRST>();
   for (int r = threadIdx.x; r < a.shape.ranks; r += waiting_threads<FIRST>()) {
     s.packed[r] = s.carried[r] & EP_PACKED;
@@ -170,26 +159,8 @@ extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1) cumoe_ep_wait_t
 {
   __shared__ arrivals s;
   look_ahead(a, a.at.in);
-  if (!a.early) wait_for_earlier_grids_alone();
-  wait_for_tokens<WHOLE_CTA>(a, s, exchange_now(a) + (a.progress ? 1 : 0));
-}
-
-/* By a CTA, until all has come that follows. Before a rank tells `back`: then those who hear it from all have ended
- * their put but for its exit, though nobody waits for that grid, and may put again. */
-DEVICE void wait_for_all_chunks(const ep_args &a, uint32_t exchange)
-{
-  for (int r = 0; r < a.shape.ranks; r++)
-    for (int i = threadIdx.x; i < (int)ep_chunks(load_relaxed(&a.arrived[r])); i += blockDim.x) {
-      uint32_t none;
-      wait_for_word<false>(a, chunk_word(a, a.rank, r, i), exchange, EP_DISPATCH, r, &none);
-    }
-}
-
-/* Where the experts cannot wait for rows that follow by themselves, or their combine does not. */
-extern "C" __global__ void __launch_bounds__(EP_WAIT_THREADS, 1) cumoe_ep_wait_rows(const __grid_constant__ ep_args a)
-{
-  wait_for_earlier_grids();
-  wait_for_all_chunks(a, exchange_now(a));
+  wait_for_earlier_grids_alone();
+  wait_for_tokens<WHOLE_CTA>(a, s, exchange_now(a));
 }
 
 extern "C" __global__ void __launch_bounds__(EP_WAIT_THREADS, 1)
@@ -222,21 +193,6 @@ extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1) cumoe_ep_put(co
   put_tokens(a, tokens);
   if (tell_all(a, a.at.in, a.slots ? a.sent : nullptr, tokens, &counters_of(a)->put, exchange) && a.then_waits)
     wait_for_tokens<WHOLE_CTA>(a, s, exchange);
-}
-
-/* Slots first, then rows, beside which other grids run: they need no more than its flags, and chunks. */
-extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1) cumoe_ep_put_follow(const __grid_constant__ ep_args a)
-{
-  look_ahead(a, a.at.in);
-  look_ahead_at_places(a);
-  wait_for_earlier_grids_alone();
-  const unsigned tokens = tokens_of_round(a);
-  const uint32_t exchange = exchange_now(a) + 1;
-  put_all_slots(a, tokens);
-  __syncthreads();
-  tell(a, a.at.in, nullptr, tokens, exchange, cta_of_grid(a), ctas_of_grid(a), blockDim.x);
-  let_next_grid_start();
-  send_chunks(a, tokens, exchange);
 }
 
 /* The rows of x, which the router has read as well, are on their way while it and the gate work, and are told as soon
@@ -300,28 +256,6 @@ template <class In, int COLUMNS> DEVICE void return_rows(const combine_args &c, 
   if (tell_all(a, a.at.back, nullptr, 0, &counters_of(a)->answered, exchange) && a.then_waits)
     wait_for_answers(a, exchange);
 }
-
-/* Of an expert as soon as down has stored it. */
-template <class In, int COLUMNS> DEVICE void return_rows_that_follow(const combine_args &c, const ep_args &a)
-{
-  look_ahead(a, a.at.back);
-  const uint32_t exchange = exchange_now(a);
-  if (cta_of_grid(a) == 0) wait_for_all_chunks(a, exchange);
-  sum_in_row_order<In, COLUMNS>(c, a);
-  add_counts(a);
-  wait_for_earlier_grids(); /* whoever waits for this grid waits for that one, too */
-  if (tell_all(a, a.at.back, nullptr, 0, &counters_of(a)->answered, exchange) && a.then_waits)
-    wait_for_answers(a, exchange);
-}
-
-#define RETURN_FOLLOW(name, In, COLUMNS)                                                                               \
-  extern "C" __global__ void __launch_bounds__(EP_RETURN_THREADS, EP_RETURN_RESIDENT)                                  \
-      cumoe_ep_return_follow_##name(const __grid_constant__ combine_args c, const __grid_constant__ ep_args a)         \
-  {                                                                                                                    \
-    return_rows_that_follow<In, COLUMNS>(c, a);                                                                        \
-  }
-RETURN_FOLLOW(bf16, bf16, 1024)
-RETURN_FOLLOW(f16, f16, 1024)
 
 #define RETURN(name, In, COLUMNS)                                                                                      \
   extern "C" __global__ void __launch_bounds__(EP_RETURN_THREADS, EP_RETURN_RESIDENT)                                  \

@@ -76,14 +76,8 @@ DEVICE void copy_row_scales(const gemm_args &args, int32_t first, int count, int
     to[g * SCALE_LD(args.rows_cap)] = from >= 0 ? args.a_scale[g * args.a_scale_ld + from] : 0.f;
 }
 
-/* Rows of x that are there before the grid starts. */
-struct rows_at_hand {
-  DEVICE void wait(const gemm_args &, bool, int32_t) const {}
-};
-
-/* Whole warps, any number of them. The next ticket is drawn while one is copied. COMING: lanes wait for the rows of
- * their pairs. */
-template <class X, class COMING = rows_at_hand> DEVICE void copy_rows(const gemm_args &args, const COMING &coming = {})
+/* Whole warps, any number of them. The next ticket is drawn while one is copied. */
+template <class X> DEVICE void copy_rows(const gemm_args &args)
 {
   const int32_t total = rows_to_copy(args), tickets = total ? (total - 1) / COPY_TICKET + 1 : 0;
   const int32_t pairs = (int32_t)token_total(args.tokens) * args.top_k; /* below 2^31 */
@@ -91,7 +85,6 @@ template <class X, class COMING = rows_at_hand> DEVICE void copy_rows(const gemm
   int32_t ticket = draw_rows(args, total, pair);
 #pragma unroll 1
   while (ticket < tickets) {
-    coming.wait(args, lane_id() < min(COPY_TICKET, total - ticket * COPY_TICKET), pair);
     const int32_t next = draw_rows(args, total, next_pair), first = ticket * COPY_TICKET;
     const int count = min(COPY_TICKET, total - first);
     const bool there = (uint32_t)pair < (uint32_t)pairs;

@@ -19,8 +19,6 @@ template <row_source SOURCE_, int HALVES_, epilogue EPILOGUE_> struct operation 
   static constexpr bool KEEPS = false; /* what the activation gets is a result, too */
   static constexpr bool DRAWS = false; /* units are drawn, whoever ran before; see wgmma_unit for what is left over */
   static constexpr bool ACTIVATES = false; /* sums are d h: results are h and d z */
-  static constexpr bool ARRIVES = false;   /* rows come from other ranks meanwhile: ep/gemm_ranks.cuh */
-  static constexpr bool ANSWERS = false;   /* other ranks get the results meanwhile: likewise */
 };
 using operation_up = operation<SOURCE_gathered, 2, EPILOGUE_activation>;
 struct operation_up_keep : operation_up {

@@ -112,12 +112,6 @@ template <class S> DEVICE bool copies(const gemm_args &args)
   return S::GATHERED && args.protocol.x_copy;
 }
 
-/* Where ranks hand rows to each other while they are multiplied there is more to it: ep/gemm_ranks.cuh. */
-template <class S, bool RANKS = S::ARRIVES || S::ANSWERS> struct rank_hooks {
-  DEVICE static int32_t *tickets(const gemm_args &args) { return args.protocol.progress + PROGRESS_UNIT_TICKETS; }
-  DEVICE static void copy_rows(const gemm_args &args) { ::copy_rows<typename S::X>(args); }
-};
-
 /* Units of a grid go to its clusters in turn. A down that does not wait for the end of up draws tickets instead, so
  * that a cluster that starts late has fewer; and one whose units differ much (DRAWS). Then the first CTA of a cluster
  * draws and sends the unit to the other; it is never more than STAGES units ahead, as both fill each other's stages. */
@@ -128,7 +122,7 @@ template <class S> struct unit_scheduler {
 
   DEVICE static bool draws(const gemm_args &args)
   {
-    if (S::DRAWS || S::ARRIVES) return true;
+    if (S::DRAWS) return true;
     return !S::GATHERED && args.protocol.by_expert;
   }
 
@@ -138,7 +132,7 @@ template <class S> struct unit_scheduler {
     if (!draws(args) || cluster_ctarank() != 0) return;
     do {
       int32_t ticket = 0;
-      if (lane_id() == 0) ticket = atomicAdd(rank_hooks<S>::tickets(args), 1);
+      if (lane_id() == 0) ticket = atomicAdd(args.protocol.progress + PROGRESS_UNIT_TICKETS, 1);
       next = (int)gridDim.x / S::CLUSTER + __shfl_sync(ALL_LANES, ticket, 0);
     } while (wgmma_unit<S>(args, smem.table, next).absent);
     if (lane_id() == 0) st_async_cluster(&smem.drawn[slot.stage], 1, next, &smem.drawn_ready[slot.stage]);
@@ -395,7 +389,7 @@ template <class S, bool GATHERING> DEVICE void produce_units(const gemm_sm90_arg
     if (GATHERING) rows.set_unit(args.g, unit.tile);
     if (!GATHERING && copies<S>(args.g))
       wait_for_rows(args.g, S::SCALED ? rows_to_copy(args.g) : copied, unit.tile.row, unit.tile.rows);
-    if (!S::DRAWS && !S::ARRIVES && scheduler.draws(args.g)) {
+    if (!S::DRAWS && scheduler.draws(args.g)) {
       wait_for_h(args.g, smem.table, unit.tile.expert);
       fence_proxy_async_global();
     }
@@ -416,7 +410,7 @@ template <class S> DEVICE void produce(const gemm_sm90_args &args, wgmma_smem<S>
   } else if constexpr (S::PACKED) {
     if (helps) produce_factors<S>(args, smem);
   }
-  if (copies<S>(args.g) && warp_id() != 0 && !helps) return rank_hooks<S>::copy_rows(args.g);
+  if (copies<S>(args.g) && warp_id() != 0 && !helps) return copy_rows<typename S::X>(args.g);
   if constexpr (S::DRAWS)
     if (warp_id() != 0) return copy_beside(*beside);
   if (warp_id() == 0) produce_units<S, false>(args, smem);
@@ -516,7 +510,6 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
     }
     if (S::GATHERED && args.g.protocol.by_expert)
       add_tile_stored<S>(args.g, smem.units[slot], S::PACKED ? (int)tid_x() / S::GROUP - 1 : group, false);
-    if constexpr (S::ANSWERS) rank_hooks<S>::add_answered(args.g, smem.units[slot], group);
   }
 }
 
@@ -536,9 +529,7 @@ DEVICE void wgmma_gemm(const gemm_sm90_args &args, wgmma_smem<S> &smem, const co
       for (int i = 0; i < UNITS_AHEAD; i++) mbarrier_init(&smem.posted[i], 1);
     fence_mbarrier_init();
   }
-  if constexpr (S::ANSWERS) let_next_grid_start();
-  if (S::DRAWS ? !args.g.protocol.early_inputs : S::ARRIVES || !unit_scheduler<S>::draws(args.g))
-    wait_for_earlier_grids();
+  if (S::DRAWS ? !args.g.protocol.early_inputs : !unit_scheduler<S>::draws(args.g)) wait_for_earlier_grids();
   fence_proxy_async_global(); /* they wrote the rows that the boxes bring */
   build_tile_table<S::BM, S::THREADS>(args.g, smem.table);
   barrier_cluster(); /* the other CTA's barriers are initialised */

@@ -36,8 +36,7 @@ for cubin in $CUBINS; do
   awk -v stem="$stem" '$1 == stem { print $2 }' "$work/rows" | sort > "$work/wanted"
   # Groups load theirs by name.
   case $stem in
-  exchange) grep -o "cumoe_ep_[a-z0-9_]*" kernels/ep/moves.def | grep -Ev "_ep_(few|up|down)_" | sort -u > "$work/wanted" ;;
-  exchange_gemm_sm90) grep -oE "cumoe_ep_(up|down)_[a-z0-9_]*" kernels/ep/moves.def | sort -u > "$work/wanted" ;;
+  exchange) grep -o 'cumoe_ep_[a-z0-9_]*' kernels/ep/moves.def | grep -v '_ep_few_' | sort -u > "$work/wanted" ;;
   exchange_few_sm90) grep -o 'cumoe_ep_few_[a-z0-9_]*' kernels/ep/moves.def | sort -u > "$work/wanted" ;;
   esac
   empty "$name: all rows of the table" "$(comm -13 "$work/kernels" "$work/wanted")"

@@ -98,9 +98,8 @@ static struct {
   {TEXT(UNTILED_NAME(op, arch, form, X, Y, UNITS, COLUMNS, LANES)),                                                    \
    call<UNTILED_NAME(op, arch, form, X, Y, UNITS, COLUMNS, LANES), op##_takes>, CLUSTER},
 #include "variants.def"
-#define MOVE(name)                    {#name, call<name, ep_args>, 1},
-#define MOVE_WITH(name, TAKES)        {#name, call_with<name, TAKES>, 1},
-#define MOVE_OF_CLUSTERS(name, TAKES) {#name, call_with<name, TAKES>, 2},
+#define MOVE(name)             {#name, call<name, ep_args>, 1},
+#define MOVE_WITH(name, TAKES) {#name, call_with<name, TAKES>, 1},
 #include "ep/moves.def"
 };
 
@@ -122,7 +121,7 @@ extern "C" bool shim_emulate(const char *name, const void *args, const unsigned 
   for (auto &k : kernels) {
     if (strcmp(k.name, name) != 0) continue;
     k.ran = true;
-    grid::run({grid[0], grid[1], 1}, k.cluster, threads, k.kernel, args, of_group && k.cluster == 1);
+    grid::run({grid[0], grid[1], 1}, k.cluster, threads, k.kernel, args, of_group);
     return true;
   }
   return false;

@@ -268,9 +268,8 @@ extern bool shim_emulate(const char *kernel, const void *args, const unsigned gr
 static cudaError_t run_kernel(const node *n)
 {
   if (!shim.emulates || n->kernel_name == NULL) return cudaSuccess;
-  const node here = *n; /* a graph's lie in memory that is aligned to 16 bytes only */
   shim_unlock();
-  const bool known = shim_emulate(here.kernel_name, here.args, here.grid, here.threads);
+  const bool known = shim_emulate(n->kernel_name, n->args, n->grid, n->threads);
   shim_lock();
   return known ? cudaSuccess : cudaErrorLaunchFailure;
 }
