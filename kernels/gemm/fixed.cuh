@@ -60,22 +60,18 @@ DEVICE void store_fixed(mixed_smem<S> &smem, int stage, int slab, int row, int w
 template <class S> struct fixed_rows {
   static constexpr int CHUNKS = FIXED_GROUP / 16, STEP = S::GROUP / CHUNKS, EACH = S::BM / STEP;
   static_assert(S::SLABS * S::BM <= S::GROUP, "a thread has one scale of a stage");
-  const char *from[EACH];  /* where its chunks of rows begin */
-  const float *scale_from; /* of the next stage */
-  uint32_t there;          /* a bit a row: else zeros */
-  int32_t to, scale_to;    /* of stage 0: of row 0 its chunk; its scale */
-  int32_t end;             /* rows of the unit's octets from row 0 on */
-  bool scaled;
+  const char *from[EACH]; /* where its chunks of rows begin */
+  uint32_t there;         /* a bit a row: else zeros */
+  int32_t scaled, octets;
 
   DEVICE static unsigned thread() { return tid_x() - S::GROUP; }
   DEVICE static int chunk() { return (int)(thread() % CHUNKS); }
   DEVICE static int own_slab() { return (int)(thread() / S::BM); }
   DEVICE static int row(int i) { return (int)(thread() / CHUNKS) + i * STEP; }
 
-  /* What does not change from stage to stage is worked out here and held. */
-  DEVICE void set_unit(const gemm_args &args, const mixed_smem<S> &smem, const tile_unit &unit)
+  DEVICE void set_unit(const gemm_args &args, const tile_unit &unit)
   {
-    end = round_up(unit.rows, 8) - row(0);
+    octets = ceil_div(unit.rows, 8);
     there = 0;
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
@@ -83,32 +79,28 @@ template <class S> struct fixed_rows {
       from[i] = static_cast<const char *>(args.a) + (source < 0 ? 0 : source * args.a_ld * 2 + chunk() * 16);
       there |= (uint32_t)(source >= 0) << i;
     }
-    to = (int32_t)shared_address(smem.rows[0][0]) + fixed_row_offset(row(0)) + (chunk() ^ row(0) % 8) * 16;
-    const int r = (int)(thread() % S::BM),
-              source = own_slab() < S::SLABS && r < unit.rows ? known_source(args, unit.row + r) : -1;
-    scaled = source >= 0;
-    scale_from = args.a_scale + (scaled ? own_slab() * args.a_scale_ld + source : 0);
-    scale_to = (int32_t)shared_address(&smem.staging.row_scales[own_slab() % S::SLABS][0][r]);
-    hold(to), hold(scale_to);
+    const int r = (int)(thread() % S::BM);
+    scaled = own_slab() < S::SLABS && r < unit.rows ? known_source(args, unit.row + r) : -1;
   }
 
-  /* Of the stage of k0 and on, one after the other; where there is no row, and past the end of k, zeros. Octets without
-   * a row are left. */
-  DEVICE void copy(const gemm_args &args, int stage, int k0)
+  /* Of the stage of k0 and on; where there is no row, and past the end of k, zeros. Octets without a row are left. */
+  DEVICE void copy(const gemm_args &args, mixed_smem<S> &smem, int stage, int k0) const
   {
-    const uint32_t first = to + stage * (uint32_t)sizeof(mixed_smem<S>::rows[0]);
+    const int first = row(0), end = octets * 8 - first;
+    const uint32_t to = shared_address(smem.rows[stage][0]) + fixed_row_offset(first) + (chunk() ^ first % 8) * 16;
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
       if (i * STEP >= end) break;
       if (k0 + S::BK <= args.k)
-        copy_whole(first + fixed_row_offset(i * STEP), from[i] + k0 * 2, there >> i & 1);
+        copy_whole(to + fixed_row_offset(i * STEP), from[i] + k0 * 2, there >> i & 1);
       else
-        copy_last(args, first + fixed_row_offset(i * STEP), from[i] + k0 * 2, there >> i & 1, k0);
+        copy_last(args, to + fixed_row_offset(i * STEP), from[i] + k0 * 2, there >> i & 1, k0);
     }
-    const bool known = scaled && k0 + own_slab() * FIXED_GROUP < args.k;
+    const int own = k0 / FIXED_GROUP + own_slab();
+    const bool known = scaled >= 0 && own * FIXED_GROUP < args.k;
     if (own_slab() < S::SLABS)
-      cp_async_ca_4(scale_to + stage * S::BM * 4, known ? scale_from : args.a_scale, known ? 4 : 0);
-    scale_from += args.a_scale_ld * S::SLABS;
+      cp_async_ca_4(shared_address(&smem.staging.row_scales[own_slab()][stage][thread() % S::BM]),
+                    args.a_scale + (known ? own * args.a_scale_ld + scaled : 0), known ? 4 : 0);
   }
 
   DEVICE static void copy_whole(uint32_t to, const char *row, bool there)
@@ -143,13 +135,13 @@ template <class S> DEVICE void copy_fixed(const gemm_args &args, mixed_smem<S> &
 #pragma unroll 1
   while (smem.units[unit.stage].expert >= 0) {
     fixed_rows<S> rows;
-    rows.set_unit(args, smem, smem.units[unit.stage]);
+    rows.set_unit(args, smem.units[unit.stage]);
     unit.advance();
 #pragma unroll 1
     for (int k0 = 0; k0 < args.k; k0 += S::BK, at.advance()) {
       if (k0 + S::BK >= args.k) wait_for(&smem.posted[unit.stage], unit.phase);
       wait_for(&smem.empty[at.stage], at.phase ^ 1);
-      rows.copy(args, at.stage, k0);
+      rows.copy(args, smem, at.stage, k0);
       cp_async_mbarrier_arrive_noinc(&smem.full[at.stage]);
     }
   }

@@ -109,27 +109,32 @@ template <class S> struct twin_codes : tile_codes<S> {
 };
 
 /* By a warp: scales of weights, as f32, which a consumer would make of a code for each of four lanes, and they for each
- * other. Codes come by registers, a stage ahead: copies of fewer than 16 bytes each take a line of L1, which has no room.
- */
+ * other. Codes come by registers, a stage ahead: copies of fewer than 16 bytes each take a line of L1, which has no
+ * room. */
 template <class S> struct twin_weight_scales {
-  static constexpr int ROWS = S::COLUMNS / WARP_SIZE, WORDS = S::SCALE_BYTES / 4 + 1;
+  static constexpr int ROWS = S::COLUMNS / WARP_SIZE;
   static_assert(S::SCALE_BYTES == 8 && S::SLABS == 2, "two words a stage");
-  const uint8_t *row[ROWS];
-  uint32_t ahead[ROWS][WORDS + 1];
-  int32_t slot;
-  int32_t together; /* so many stages' words may be read at once: 0, 1, 2 */
+  const uint8_t *row[ROWS]; /* from a multiple of four bytes on, where they are read by words */
+  uint32_t ahead[ROWS][4];  /* of a stage two words and what is behind them, or of two stages */
+  int32_t skews;            /* of each row a byte: by how many bits its first scale is behind its first word */
+  int32_t slot, together;   /* so many stages' words may be read at once: 0, 1, 2 */
 
   DEVICE static int row_of(int i) { return twin_lane() + i * WARP_SIZE; }
 
   DEVICE void set_unit(const gemm_args &args, mixed_smem<S> &smem, int at)
   {
     const tile_unit unit = smem.units[at];
-    uintptr_t places = args.b.scale.k_stride > 1 ? 1 : args.k / 32 % 16;
-    slot = at % S::UNIT_SLOTS;
+    uintptr_t places = scales_in_words<S>(args) ? args.k / 32 % 16 : 1;
+    slot = at % S::UNIT_SLOTS, skews = 0;
+    const uint8_t *first = scales_of_row<S>(args, unit, row_of(0));
+    const int channel = channel_of_row<S>(args, unit, row_of(0)), step = S::gated(args) ? WARP_SIZE / 2 : WARP_SIZE;
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
-      row[i] = scales_of_row<S>(args, unit, row_of(i));
+      row[i] = args.b.scale.block_n == 1 ? first + max(min(i * step, args.n - 1 - channel), 0) * args.b.scale.n_stride
+                                         : scales_of_row<S>(args, unit, row_of(i));
       places |= (uintptr_t)row[i];
+      const int before = scales_in_words<S>(args) ? (int)((uintptr_t)row[i] & 3) : 0;
+      row[i] -= before, skews |= before << (i * 8 + 3);
       smem.skew[slot][row_of(i)] = 0; /* no scale is absent yet */
     }
     together = __all_sync(ALL_LANES, (places & 7) == 0);
@@ -146,40 +151,35 @@ template <class S> struct twin_weight_scales {
       for (int i = 0; i < ROWS; i++) ahead[i][0] = ahead[i][2], ahead[i][1] = ahead[i][3];
     } else if (together == 2) {
 #pragma unroll
-      for (int i = 0; i < ROWS; i++) {
-        const uint4 four = __ldg(reinterpret_cast<const uint4 *>(row[i] + first));
-        ahead[i][0] = four.x, ahead[i][1] = four.y, ahead[i][2] = four.z, ahead[i][3] = four.w;
-      }
-    } else if (together == 1) {
+      for (int i = 0; i < ROWS; i++) ld_line(row[i] + first, ahead[i]);
+    } else if (bytes == S::SCALE_BYTES && scales_in_words<S>(args)) {
 #pragma unroll
       for (int i = 0; i < ROWS; i++) {
-        const uint2 two = __ldg(reinterpret_cast<const uint2 *>(row[i] + first));
-        ahead[i][0] = two.x, ahead[i][1] = two.y;
+        ahead[i][0] = ld_line(row[i] + first), ahead[i][1] = ld_line(row[i] + first + 4);
+        if (skews >> i * 8 & 255) ahead[i][2] = ld_line(row[i] + first + 8);
       }
     } else if (scales_in_words<S>(args)) {
 #pragma unroll
-      for (int i = 0; i < ROWS; i++) {
-        const int before = (int)((uintptr_t)row[i] + first & 3);
-        const uint32_t *from = reinterpret_cast<const uint32_t *>(row[i] + first - before);
+      for (int i = 0; i < ROWS; i++)
 #pragma unroll
-        for (int w = 0; w < WORDS; w++) ahead[i][w] = w * 4 < before + bytes ? __ldg(from + w) : 0;
-      }
+        for (int w = 0; w < 3; w++) {
+          ahead[i][w] = 0x7f7f7f7f; /* ones */
+          if (w * 4 < (skews >> (i * 8 + 3) & 3) + bytes) ahead[i][w] = ld_line(row[i] + first + w * 4);
+        }
     } else {
 #pragma unroll
-      for (int i = 0; i < ROWS; i++) load_strided(args, i, first, bytes);
+      for (int i = 0; i < ROWS; i++) load_bytes(args, row[i], first, bytes, ahead[i]);
     }
   }
 
-  DEVICE void load_strided(const gemm_args &args, int i, int first, int bytes)
+  DEVICE static void load_bytes(const gemm_args &args, const uint8_t *row, int first, int bytes, uint32_t (&to)[4])
   {
-    uint32_t words[2] = {};
+    to[0] = to[1] = 0x7f7f7f7f;
 #pragma unroll 1
     for (int b = 0; b < bytes; b++) {
-      const uint32_t code = row[i][(first + b) * args.b.scale.k_stride];
-      words[0] |= b < 4 ? code << b * 8 : 0;
-      words[1] |= b < 4 ? 0 : code << (b - 4) * 8;
+      const uint32_t flip = (row[(first + b) * args.b.scale.k_stride] ^ 0x7f) << b % 4 * 8;
+      to[0] ^= b < 4 ? flip : 0, to[1] ^= b < 4 ? 0 : flip;
     }
-    ahead[i][0] = words[0], ahead[i][1] = words[1];
   }
 
   /* Bits 7 of bytes that are 0 or above TWIN_LARGEST. */
@@ -192,20 +192,18 @@ template <class S> struct twin_weight_scales {
   DEVICE void copy(const gemm_args &args, mixed_smem<S> &smem, int stage, int k0)
   {
     const uint32_t to = shared_address(smem.scales[stage].words[0]) + row_of(0) * 16;
-    const bool words = scales_in_words<S>(args) && together == 0;
     uint32_t some_rare = 0;
+    hold(skews); /* no four registers from before the loop */
 #pragma unroll
-    for (int i = 0; i < ROWS; i++) {
-      const int skew = words ? (int)((uintptr_t)row[i] + k0 / 32 & 3) * 8 : 0;
+    for (int i = 0; i < ROWS; i++)
 #pragma unroll
       for (int s = 0; s < S::SLABS; s++) {
-        const uint32_t codes = __funnelshift_r(ahead[i][s], ahead[i][s + 1], skew);
+        const uint32_t codes = __funnelshift_r(ahead[i][s], ahead[i][s + 1], skews >> i * 8);
         some_rare |= rare(codes);
         sts_128(to + s * S::COLUMNS * 16 + i * WARP_SIZE * 16,
                 make_uint4(codes << 23 & 0x7f800000, codes << 15 & 0x7f800000, codes << 7 & 0x7f800000,
                            codes >> 1 & 0x7f800000));
       }
-    }
     if (some_rare & 0x80808080) mend(args, smem, to, k0);
     if (k0 + S::BK < args.k) load(args, k0 + S::BK);
   }
@@ -235,13 +233,13 @@ template <class S> struct twin_weight_scales {
 template <class S> struct twin_rows {
   static constexpr int CHUNKS = FIXED_GROUP / 16, STEP = WARP_SIZE / CHUNKS, EACH = S::BM / STEP;
   static_assert(S::SLABS * S::BM <= WARP_SIZE && STEP == SHARED_ROWS, "a scale a lane");
-  const char *from[EACH];   /* where its chunks of rows begin */
-  const float *scale_from;  /* of the next stage */
-  int64_t scale_step;       /* floats from a stage's to the next one's */
-  uint32_t there;           /* a bit a row: else zeros */
-  int32_t to, scale_to;     /* of row 0 of stage 0 its chunk; its scale */
-  int32_t rest;             /* bytes from a row's chunk to that of its rest */
-  int32_t octets;           /* of rows; 0: half of one, with their rests */
+  const char *from[EACH];  /* where its chunks of rows begin */
+  const float *scale_from; /* of the next stage */
+  int64_t scale_step;      /* floats from a stage's to the next one's */
+  uint32_t there;          /* a bit a row: else zeros */
+  int32_t to, scale_to;    /* of row 0 of stage 0 its chunk; its scale */
+  int32_t rest;            /* bytes from a row's chunk to that of its rest */
+  int32_t octets;          /* of rows; 0: half of one, with their rests */
   bool scaled;
 
   DEVICE static int chunk() { return twin_lane() % CHUNKS; }
@@ -253,17 +251,18 @@ template <class S> struct twin_rows {
     const tile_unit unit = smem.units[slot];
     const bool shared = rows_share_octet(smem, unit);
     octets = shared ? 0 : ceil_div(unit.rows, 8);
+    const int r = twin_lane() % S::BM;
+    const int32_t source = reported_source(args, unit, r); /* of each row by a lane: they wait for memory once */
     there = 0;
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
-      const int32_t source = reported_source(args, unit, row(i));
-      from[i] = static_cast<const char *>(args.a) + (source < 0 ? 0 : source * args.a_ld * 2 + chunk() * 16);
-      there |= (uint32_t)(source >= 0) << i;
+      const int32_t own = __shfl_sync(ALL_LANES, source, row(i));
+      from[i] = static_cast<const char *>(args.a) + (own < 0 ? 0 : own * args.a_ld * 2 + chunk() * 16);
+      there |= (uint32_t)(own >= 0) << i;
     }
     to = (int32_t)shared_address(smem.rows[0][0]) + twin_row_offset(row(0)) + (chunk() ^ row(0)) * 16;
     rest = shared ? (to ^ 64) + SHARED_ROWS * 128 - to : (int32_t)REST_BYTES;
-    const int r = twin_lane() % S::BM, source = own_slab() < S::SLABS && r < unit.rows ? known_source(args, unit.row + r) : -1;
-    scaled = source >= 0;
+    scaled = own_slab() < S::SLABS && source >= 0;
     scale_from = args.a_scale + (scaled ? own_slab() * args.a_scale_ld + source : 0);
     scale_step = args.a_scale_ld * S::SLABS;
     scale_to = (int32_t)shared_address(&smem.staging.row_scales[own_slab() % S::SLABS][0][r]);
@@ -281,8 +280,8 @@ template <class S> struct twin_rows {
       copy_last(args, first, k0);
     const bool known = scaled && k0 + own_slab() * FIXED_GROUP < args.k;
     if (own_slab() < S::SLABS)
-      cp_async_ca_4(scale_to + stage * (uint32_t)sizeof(smem.staging.row_scales[0][0]), known ? scale_from : args.a_scale,
-                    known ? 4 : 0);
+      cp_async_ca_4(scale_to + stage * (uint32_t)sizeof(smem.staging.row_scales[0][0]),
+                    known ? scale_from : args.a_scale, known ? 4 : 0);
     scale_from += scale_step;
   }
 
@@ -492,11 +491,6 @@ template <class S> struct twin_scales {
 
 /* ---- consumers: products ---- */
 
-#ifndef TWIN_GROUP
-#define TWIN_GROUP 2
-#define TWIN_AHEAD 0
-#endif
-
 /* A word of codes as two registers of four codes of e4m3. */
 DEVICE void e4m3_words(uint32_t codes, uint32_t &even, uint32_t &odd)
 {
@@ -508,43 +502,39 @@ DEVICE void e4m3_words(uint32_t codes, uint32_t &even, uint32_t &odd)
 template <int ROWS> struct twin_columns {
   static constexpr bool SHARED = ROWS <= SHARED_ROWS; /* else both codes go into the same sums */
   static constexpr int N = SHARED ? 8 : ROWS, SUMS = N / 2;
-  static constexpr int GROUP = N > 8 ? TWIN_GROUP : 2; /* runs of 32 k that are waited for at once */
-  static constexpr int AHEAD = N > 8 ? TWIN_AHEAD : 1; /* groups under way while one is scaled: as registers are there */
+  static constexpr int AHEAD = N > 8 ? 0 : 1; /* pairs of runs under way while one is scaled: as registers are there */
 };
 
-/* A group of runs of 32 k under way, of `words` and at `rows`; of two words a run. */
+/* 64 k under way: two runs of 32 k, of `words` and at `rows`. */
 template <class S, class C>
-DEVICE void multiply_runs(const uint32_t *words, uint32_t rows, uint32_t (&a)[C::GROUP][4],
-                          float (&parts)[C::GROUP][C::SUMS])
+DEVICE void multiply_pair(const uint32_t (&words)[4], uint32_t rows, uint32_t (&a)[2][4], float (&parts)[2][C::SUMS])
 {
 #pragma unroll
-  for (int b = 0; b < C::GROUP; b++)
+  for (int b = 0; b < 2; b++)
 #pragma unroll
     for (int r = 0; r < 2; r++) e4m3_words(words[b * 2 + r], a[b][r], a[b][2 + r]);
   using product = wgmma_registers_m64k32_e4m3<C::N>;
   wgmma_fence();
 #pragma unroll
-  for (int b = 0; b < C::GROUP; b++)
-    product::template run<2 * REST_BYTES>(parts[b], a[b], rows + b * 2, false);
+  for (int b = 0; b < 2; b++) product::template run<2 * REST_BYTES>(parts[b], a[b], rows + b * 2, false);
   if constexpr (!C::SHARED)
 #pragma unroll
-    for (int b = 0; b < C::GROUP; b++)
+    for (int b = 0; b < 2; b++)
       product::template run<2 * REST_BYTES>(parts[b], a[b], rows + b * 2 + (REST_BYTES >> 4), true);
   wgmma_commit_group();
 }
 
-/* total += parts of runs `run` and on of a slab. */
+/* total += parts of the pair of runs `pair` of a slab, whose scales are `by`, a run each. */
 template <class S, class C>
-DEVICE void add_scaled(const float (&by)[S::OCTETS][4], int run, float (&parts)[C::GROUP][C::SUMS],
-                       float (&total)[C::SUMS])
+DEVICE void add_scaled(const float (&by)[S::OCTETS][4], int pair, float (&parts)[2][C::SUMS], float (&total)[C::SUMS])
 {
 #pragma unroll
-  for (int b = 0; b < C::GROUP; b++) {
+  for (int b = 0; b < 2; b++) {
     hold(parts[b]);
 #pragma unroll
     for (int i = 0; i < C::SUMS; i++) {
-      const float own = by[i / 2 % 2][run + b];
-      total[i] = run + b == 0 ? parts[b][i] * own : fmaf(parts[b][i], own, total[i]);
+      const float own = by[i / 2 % 2][pair * 2 + b];
+      total[i] = pair == 0 && b == 0 ? parts[b][i] * own : fmaf(parts[b][i], own, total[i]);
     }
   }
 }
@@ -572,32 +562,32 @@ template <class S, class C, class SCALES>
 DEVICE void multiply_twins_n(const gemm_args &args, mixed_smem<S> &smem, pipeline_state<S::STAGES> &at, SCALES &scales,
                              float (&sums)[C::SUMS])
 {
-  constexpr int PAIRS = S::BK / 64, KEPT = 1 + C::AHEAD, GROUPS = 2 * PAIRS / C::GROUP;
+  constexpr int PAIRS = S::BK / 64, KEPT = 1 + C::AHEAD;
   const uint32_t place = place_of_matrices<S>(smem);
 #pragma unroll 1
   for (int k0 = 0; k0 < args.k; k0 += S::BK, at.advance()) {
     const uint32_t codes = place + at.stage * (uint32_t)sizeof(smem.codes[0]),
                    rows = __shfl_sync(ALL_LANES, (uint32_t)wgmma_operand(smem.rows[at.stage]), 0);
-    float by[S::OCTETS][4], parts[KEPT][C::GROUP][C::SUMS], total[C::SUMS];
-    uint32_t a[KEPT][C::GROUP][4], words[2][4];
+    float by[S::OCTETS][4], parts[KEPT][2][C::SUMS], total[C::SUMS];
+    uint32_t a[KEPT][2][4], words[2][4];
     wait_for(&smem.full[at.stage], at.phase);
     ldmatrix_x4(words[0], codes);
     fence_proxy_async_shared(); /* rows come by cp.async */
 #pragma unroll
-    for (int i = 0; i < GROUPS + C::AHEAD; i++) {
-      const int run = i * C::GROUP, pair = run / 2, done = i - C::AHEAD, added = done * C::GROUP;
-      if (run % 2 == 0 && pair + 1 < PAIRS) ldmatrix_x4(words[(pair + 1) % 2], codes ^ (pair + 1) * 32);
-      if (i < GROUPS)
-        multiply_runs<S, C>(words[pair % 2] + run % 2 * 2, rows + run / 4 * (2 * S::BM * 128 >> 4) + run % 4 * 2,
-                            a[i % KEPT], parts[i % KEPT]);
+    for (int i = 0; i < PAIRS + C::AHEAD; i++) {
+      const int done = i - C::AHEAD;
+      if (i + 1 < PAIRS) ldmatrix_x4(words[(i + 1) % 2], codes ^ (i + 1) * 32);
+      if (i < PAIRS)
+        multiply_pair<S, C>(words[i % 2], rows + i / 2 * (2 * S::BM * 128 >> 4) + i % 2 * 4, a[i % KEPT],
+                            parts[i % KEPT]);
       if (done < 0) continue;
-      if (added % 4 == 0) scales.load(at.stage, added / 4, by);
-      if (i < GROUPS)
+      if (done % 2 == 0) scales.load(at.stage, done / 2, by);
+      if (i < PAIRS)
         wgmma_wait_group<C::AHEAD>();
       else
         wgmma_wait_group<0>();
-      add_scaled<S, C>(by, added % 4, parts[done % KEPT], total);
-      if ((added + C::GROUP) % 4 == 0) add_total<C>(smem.staging.row_scales[added / 4][at.stage], total, sums);
+      add_scaled<S, C>(by, done % 2, parts[done % KEPT], total);
+      if (done % 2) add_total<C>(smem.staging.row_scales[done / 2][at.stage], total, sums);
     }
     release<S>(smem, at.stage);
   }
