@@ -12,20 +12,6 @@ DEVICE void cp_async_cg_16_apart(uint32_t shared, const void *global, int bytes,
                : "memory");
 }
 
-/* Words that nobody writes; the line they are in comes into L2. */
-DEVICE uint32_t ld_line(const void *from)
-{
-  uint32_t v;
-  asm volatile("ld.global.nc.L2::128B.u32 %0, [%1];" : "=r"(v) : "l"(from));
-  return v;
-}
-DEVICE void ld_line(const void *from, uint32_t (&v)[4])
-{
-  asm volatile("ld.global.nc.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
-               : "l"(from));
-}
-
 DEVICE uint32_t lds_u8(uint32_t address)
 {
   uint32_t v;

@@ -18,6 +18,7 @@
 #ifndef CUMOE_TWIN_CUH
 #define CUMOE_TWIN_CUH
 
+#include "device/ptx_line_sm90.cuh"
 #include "device/twin_codes.cuh"
 #include "gemm/mixed.cuh"
 
