@@ -127,12 +127,14 @@ template <class S> struct twin_weight_scales {
     const tile_unit unit = smem.units[at];
     uintptr_t places = scales_in_words<S>(args) ? args.k / 32 % 16 : 1;
     slot = at % S::UNIT_SLOTS, skews = 0;
-    const uint8_t *first = scales_of_row<S>(args, unit, row_of(0));
-    const int channel = channel_of_row<S>(args, unit, row_of(0)), step = S::gated(args) ? WARP_SIZE / 2 : WARP_SIZE;
+    if (args.b.scale.block_n == 1) {
+      find_rows(args, unit);
+    } else {
+#pragma unroll
+      for (int i = 0; i < ROWS; i++) row[i] = scales_of_row<S>(args, unit, row_of(i));
+    }
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
-      row[i] = args.b.scale.block_n == 1 ? first + max(min(i * step, args.n - 1 - channel), 0) * args.b.scale.n_stride
-                                         : scales_of_row<S>(args, unit, row_of(i));
       places |= (uintptr_t)row[i];
       const int before = scales_in_words<S>(args) ? (int)((uintptr_t)row[i] & 3) : 0;
       row[i] -= before, skews |= before << (i * 8 + 3);
@@ -141,6 +143,19 @@ template <class S> struct twin_weight_scales {
     together = __all_sync(ALL_LANES, (places & 7) == 0);
     if (__all_sync(ALL_LANES, (places & 15) == 0)) together = 2;
     load(args, 0);
+  }
+
+  /* As scales_of_row, of a matrix with a scale a row, without divisions: the lane's rows are of one half. */
+  DEVICE void find_rows(const gemm_args &args, const tile_unit &unit)
+  {
+    const scale_matrix &s = args.b.scale;
+    const bool gated = S::gated(args);
+    const int half = gated ? row_of(0) / 8 % 2 : 0, channel = channel_of_row<S>(args, unit, row_of(0)),
+              step = gated ? WARP_SIZE / 2 : WARP_SIZE;
+    const uint8_t *base = static_cast<const uint8_t *>(scale_base(s, half, unit.expert)) +
+                          s.n_origin[half] * s.n_stride + s.k_origin / 32 * s.k_stride;
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) row[i] = base + min(channel + i * step, args.n - 1) * s.n_stride;
   }
 
   /* Of k0 and on. No word is read that has no scale of the row. */
