@@ -111,7 +111,7 @@ template <class S> struct twin_codes : tile_codes<S> {
 
 /* By a warp: scales of weights, as f32, which a consumer would make of a code for each of four lanes, and they for each
  * other. Codes come by registers, a stage ahead: copies of fewer than 16 bytes each take a line of L1, which has no
- * room. */
+ * room. A row's skew (mixed_smem) says whether some of its scales are not in products. */
 template <class S> struct twin_weight_scales {
   static constexpr int ROWS = S::COLUMNS / WARP_SIZE;
   static_assert(S::SCALE_BYTES == 8 && S::SLABS == 2, "two words a stage");
@@ -244,8 +244,8 @@ template <class S> struct twin_weight_scales {
   }
 };
 
-/* By a warp: chunk lane % 8 of every fourth row a lane; of a row and slab the scale. Instructions of a stage are as many
- * as copies, nearly: a warp that works each address out anew is slower than memory. */
+/* By a warp: chunk lane % 8 of every fourth row a lane; of a row and slab the scale. A stage takes few instructions
+ * besides its copies: a warp that works each address out anew is slower than memory. */
 template <class S> struct twin_rows {
   static constexpr int CHUNKS = FIXED_GROUP / 16, STEP = WARP_SIZE / CHUNKS, EACH = S::BM / STEP;
   static_assert(S::SLABS * S::BM <= WARP_SIZE && STEP == SHARED_ROWS, "a scale a lane");
@@ -285,8 +285,8 @@ template <class S> struct twin_rows {
     hold(scale_to), hold(rest), hold(to); /* not worked out again for every stage */
   }
 
-  /* Of the stage of k0 and on, one after the other; where there is no row, and past the end of k, zeros. A slab's planes
-   * are as long as its k. Octets without a row are left. */
+  /* Of the stage of k0 and on, one after the other; where there is no row, and past the end of k, zeros. A slab's
+   * planes are as long as its k. Octets without a row are left. */
   DEVICE void copy(const gemm_args &args, mixed_smem<S> &smem, int stage, int k0)
   {
     const uint32_t first = to + stage * (uint32_t)sizeof(smem.rows[0]);
