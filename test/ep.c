@@ -1034,6 +1034,18 @@ static void check_others(const world *w, const rank *ranks, const tensor *out)
   }
 }
 
+/* Where nobody stops, the limit only has to end what would last for ever: ranks that share a GPU and a host's cores may
+ * be kept from working for longer than a second without that anything is wrong. So it is long, and a world that took
+ * what was the limit once says so: a deadlock takes all of it. */
+static const int64_t PATIENT = INT64_C(20000000000);
+enum { LONG_MS = 2000 };
+
+static void say_long(const world *w, int64_t begin)
+{
+  const int64_t took = now_ms() - begin;
+  if (gpus && !emulated() && took > LONG_MS) printf("# %s: %d ms\n", w->name, (int)took);
+}
+
 static void run_world(const world *given, bool dedup)
 {
   rank ranks[MOST_RANKS];
@@ -1044,7 +1056,9 @@ static void run_world(const world *given, bool dedup)
   w.keeps &= !gpus;
   w.replays = gpus && !w.parts && !comms;
   const tensor out = tensor_new(w.dtype, w.x.rows, w.hidden);
-  run_ranks(&w, &out, ranks, NOBODY, NONE, emulated() ? 20000000000 : gpus ? 2000000000 : 0);
+  const int64_t begin = now_ms();
+  run_ranks(&w, &out, ranks, NOBODY, NONE, gpus ? PATIENT : 0);
+  say_long(&w, begin);
   for (int32_t i = 0; i < w.ranks; i++) {
     gave_up |= ranks[i].status != CUMOE_OK || ranks[i].fault.cause != CUMOE_GROUP_ALIVE;
     CHECK_MSG(ranks[i].status == CUMOE_OK, "rank %d: %s", (int)i, ranks[i].text);

@@ -78,6 +78,9 @@ template <class S> struct wgmma_smem : pipeline_smem<S>, packed_stages<S>, token
 
 /* ---- units ---- */
 
+template <class S>
+constexpr uint32_t WEIGHT_BYTES = S::COLUMNS *S::WEIGHT_LINE * sizeof(typename S::W); /* of a stage */
+
 template <class S> DEVICE int wgmma_channels(const gemm_args &args)
 {
   return S::gated(args) ? S::COLUMNS / 2 : S::COLUMNS;
@@ -165,10 +168,36 @@ template <class S> struct unit_scheduler {
 
 /* ---- producers ---- */
 
-/* A thread gathers 16 bytes of k of each of these rows; -1: zeros. */
-template <class S> struct gather {
+/* Where a thread's rows are: their addresses, which would take a producer longer to work out anew for each stage than
+ * few rows' products take. Of codes tokens, as they have scales besides. -1: zeros. */
+template <class S, bool CODES = S::SCALED> struct row_sources {
+  const typename S::X *from[S::GATHERS];
+  uint32_t there; /* a bit each */
+
+  DEVICE void set(const gemm_args &args, int i, int32_t token)
+  {
+    if (i == 0) there = 0;
+    from[i] = static_cast<const typename S::X *>(args.a);
+    if (token < 0) return;
+    from[i] += token * args.a_ld;
+    there |= 1u << i;
+  }
+  DEVICE bool has(int i) const { return there & 1u << i; }
+  DEVICE const void *at(const gemm_args &, int i, int k) const { return from[i] + k; }
+};
+template <class S> struct row_sources<S, true> {
   int32_t source[S::GATHERS];
 
+  DEVICE void set(const gemm_args &, int i, int32_t token) { source[i] = token; }
+  DEVICE bool has(int i) const { return source[i] >= 0; }
+  DEVICE const void *at(const gemm_args &args, int i, int k) const
+  {
+    return static_cast<const typename S::X *>(args.a) + (source[i] * args.a_ld + k);
+  }
+};
+
+/* A thread gathers 16 bytes of k of each of these rows. */
+template <class S> struct gather : row_sources<S> {
   DEVICE static int row_of(int i) { return threadIdx.x / 8 + i * S::GATHER_ROWS; }
 
   DEVICE void set_unit(const gemm_args &args, const tile_unit &unit)
@@ -179,13 +208,15 @@ template <class S> struct gather {
 #pragma unroll
     for (int i = 0; i < S::GATHERS; i++) {
       const int r = row_of(i);
-      source[i] = -1;
-      if (r >= unit.rows) continue;
-      const int32_t pair = __ldg(args.row_pair + unit.row + r);
-      if (pair < 0 || pair >= pairs)
-        bad = pair;
-      else
-        source[i] = (int32_t)((uint32_t)pair / (uint32_t)args.top_k);
+      int32_t token = -1;
+      if (r < unit.rows) {
+        const int32_t pair = __ldg(args.row_pair + unit.row + r);
+        if (pair < 0 || pair >= pairs)
+          bad = pair;
+        else
+          token = (int32_t)((uint32_t)pair / (uint32_t)args.top_k);
+      }
+      this->set(args, i, token);
     }
     if (bad != NONE) report_fault_inline(args.fault, FAULT_ROUTE, 0, bad);
   }
@@ -197,8 +228,8 @@ template <class S> struct gather {
       const float *from = args.a_scale + row_group(args, k0) * args.a_scale_ld;
 #pragma unroll
       for (int i = 0; i < S::GATHERS; i++)
-        if (source[i] >= 0 && i % 8 == threadIdx.x % 8)
-          cp_async_ca_4(shared_address(row_scales_of<S>(smem, at) + row_of(i)), from + source[i], 4);
+        if (this->has(i) && i % 8 == threadIdx.x % 8)
+          cp_async_ca_4(shared_address(row_scales_of<S>(smem, at) + row_of(i)), from + this->source[i], 4);
     }
   }
 
@@ -206,15 +237,12 @@ template <class S> struct gather {
                    const pipeline_state<S::STAGES> &at, int k0) const
   {
     const int row = threadIdx.x / 8, vector = threadIdx.x % 8, k = k0 + vector * operand<typename S::X>::PER_16;
-    const char *from = static_cast<const char *>(args.g.a) + (int64_t)k * sizeof(typename S::X);
     const uint32_t to = shared_address(smem.rows[at.stage]) + row * 128 + (vector ^ row % 8) * 16;
 #pragma unroll
     for (int i = 0; i < S::GATHERS; i++) {
       if (i * S::GATHER_ROWS >= unit.rows) break;
-      const bool there = source[i] >= 0 && k < args.g.k;
-      cp_async_cg_16(to + i * S::GATHER_ROWS * 128,
-                     there ? from + source[i] * args.g.a_ld * (int64_t)sizeof(typename S::X) : args.g.a,
-                     there ? 16 : 0);
+      const bool there = this->has(i) && k < args.g.k;
+      cp_async_cg_16(to + i * S::GATHER_ROWS * 128, this->at(args.g, i, k), there ? 16 : 0);
     }
     copy_scales(args.g, smem, at, k0);
     cp_async_mbarrier_arrive_noinc(&smem.full[at.stage]);
@@ -237,26 +265,53 @@ template <class S> struct ordered_scales {
   }
 };
 
-/* N-major weights: half a tile for both CTAs, or all of it for this one. Of halves that lie apart, even blocks are of
- * the first. */
+/* Weights come by half a tile, for both CTAs (PAIRED), or by all of it, for this one: boxes of half a tile each, or,
+ * N-major, of a block. */
 template <class S, bool PAIRED>
-DEVICE void copy_n_major(const gemm_sm90_args &args, typename S::W *weights, const tile_unit &tile, uint64_t *full,
-                         int k0)
+constexpr int WEIGHT_BOXES = (S::N_MAJOR ? S::COLUMNS / S::BLOCK : 2) / (PAIRED ? 2 : 1);
+
+/* Of N-major halves that lie apart, even blocks are of the first. */
+template <class S, bool PAIRED>
+DEVICE void copy_n_major(const gemm_sm90_args &args, typename S::W *weights, const tile_unit &tile, int box,
+                         uint64_t *full, int k0)
 {
-  constexpr int ALL = S::COLUMNS / S::BLOCK, EACH = PAIRED ? ALL / S::CLUSTER : ALL;
+  constexpr int ALL = S::COLUMNS / S::BLOCK;
   constexpr uint16_t BOTH = (1 << S::CLUSTER) - 1;
   static_assert(S::BLOCKS == 2, "a consumer has a block of gate and one of up");
-  const int apart = S::gated(args.g) && args.g.b.n_stride == 1, first = PAIRED ? cluster_ctarank() * EACH : 0;
-#pragma unroll 1
-  for (int i = 0; i < EACH; i++) {
-    const int block = tile.n * ALL + first + i, place = (apart ? block / 2 : block) * S::BLOCK,
-              half = apart ? block % 2 : 0;
-    typename S::W *to = weights + (first + i) * S::BLOCK * S::BK;
-    if constexpr (PAIRED)
-      cp_async_bulk_tensor_4d_multicast(to, &args.weights, place, k0, half, tile.expert, full, BOTH);
-    else
-      cp_async_bulk_tensor_4d(to, &args.weights, place, k0, half, tile.expert, full);
-  }
+  const int apart = S::gated(args.g) && args.g.b.n_stride == 1, block = tile.n * ALL + box,
+            place = (apart ? block / 2 : block) * S::BLOCK, half = apart ? block % 2 : 0;
+  typename S::W *to = weights + box * S::BLOCK * S::BK;
+  if constexpr (PAIRED)
+    cp_async_bulk_tensor_4d_multicast(to, &args.weights, place, k0, half, tile.expert, full, BOTH);
+  else
+    cp_async_bulk_tensor_4d(to, &args.weights, place, k0, half, tile.expert, full);
+}
+
+template <class S, bool PAIRED>
+DEVICE void copy_k_major(const gemm_sm90_args &args, typename S::W *weights, const tile_unit &tile, int box,
+                         uint64_t *full, int k0)
+{
+  constexpr int HALF = S::COLUMNS / S::CLUSTER; /* weight rows of a box */
+  constexpr uint16_t BOTH = (1 << S::CLUSTER) - 1;
+  const int octets = wgmma_channels<S>(args.g) / 8, octet = tile.n * octets + box * (octets / 2), /* of channels */
+      k = k0 / S::BK * S::WEIGHT_LINE;
+  typename S::W *to = weights + box * HALF * S::WEIGHT_LINE;
+  if constexpr (PAIRED)
+    cp_async_bulk_tensor_5d_multicast(to, &args.weights, k, 0, 0, octet, tile.expert, full, BOTH);
+  else
+    cp_async_bulk_tensor_5d(to, &args.weights, k, 0, 0, octet, tile.expert, full);
+}
+
+/* Of this CTA's boxes the one at i. */
+template <class S, bool PAIRED>
+DEVICE void copy_weights(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &tile, int i, int stage,
+                         int k0)
+{
+  const int box = (PAIRED ? cluster_ctarank() * WEIGHT_BOXES<S, PAIRED> : 0) + i;
+  if constexpr (S::N_MAJOR)
+    copy_n_major<S, PAIRED>(args, smem.weights[stage], tile, box, &smem.full[stage], k0);
+  else
+    copy_k_major<S, PAIRED>(args, smem.weights[stage], tile, box, &smem.full[stage], k0);
 }
 
 /* By one lane: this CTA's half of what the cluster shares, for both; the rest for itself. `others`: bytes that come to
@@ -266,39 +321,28 @@ DEVICE void copy_boxes(const gemm_sm90_args &args, wgmma_smem<S> &smem, const ti
                        const pipeline_state<S::STAGES> &at, int k0, uint32_t others)
 {
   constexpr int BOX = ROWS_OF_BOX(S::BITS);
-  constexpr int HALF = S::COLUMNS / S::CLUSTER; /* weight rows of a box */
   constexpr uint16_t BOTH = (1 << S::CLUSTER) - 1;
-  const int octets = wgmma_channels<S>(args.g) / 8, rank = cluster_ctarank(); /* of channels */
-  const int weight_k = k0 / S::BK * S::WEIGHT_LINE;
+  const int rank = cluster_ctarank();
   uint64_t *full = &smem.full[at.stage];
-  typename S::W *weights = smem.weights[at.stage];
   typename S::X *rows = smem.rows[at.stage];
-  const uint32_t weight_bytes = S::COLUMNS * S::WEIGHT_LINE * sizeof(typename S::W),
-                 row_bytes = boxes * BOX * sizeof(typename S::X) * S::BK;
+  const uint32_t row_bytes = boxes * BOX * sizeof(typename S::X) * S::BK;
   uint64_t *rows_full = full;
   if constexpr (S::WOVEN) {
     rows_full = &smem.rows_there[at.stage];
     mbarrier_arrive_expect_tx(rows_full, row_bytes);
-    mbarrier_arrive_expect_tx(full, weight_bytes);
+    mbarrier_arrive_expect_tx(full, WEIGHT_BYTES<S>);
   } else {
-    mbarrier_arrive_expect_tx(full, weight_bytes + row_bytes + others);
+    mbarrier_arrive_expect_tx(full, WEIGHT_BYTES<S> + row_bytes + others);
   }
-  if constexpr (S::N_MAJOR) copy_n_major<S, PAIRED>(args, weights, tile, full, k0);
+#pragma unroll S::N_MAJOR ? 1 : 2
+  for (int i = 0; i < WEIGHT_BOXES<S, PAIRED>; i++) copy_weights<S, PAIRED>(args, smem, tile, i, at.stage, k0);
   if constexpr (PAIRED) {
-    if constexpr (!S::N_MAJOR)
-      cp_async_bulk_tensor_5d_multicast(weights + rank * HALF * S::WEIGHT_LINE, &args.weights, weight_k, 0, 0,
-                                        tile.n * octets + rank * (octets / 2), tile.expert, full, BOTH);
     for (int i = 0; i < boxes; i++)
 #pragma unroll
       for (int line = 0; line < S::LINES; line++)
         cp_async_bulk_tensor_2d(rows + (line * S::BM + i * BOX) * S::LINE, &args.rows, k0 + line * S::LINE,
                                 tile.row + i * BOX, rows_full);
   } else {
-    if constexpr (!S::N_MAJOR) {
-      cp_async_bulk_tensor_5d(weights, &args.weights, weight_k, 0, 0, tile.n * octets, tile.expert, full);
-      cp_async_bulk_tensor_5d(weights + HALF * S::WEIGHT_LINE, &args.weights, weight_k, 0, 0,
-                              tile.n * octets + octets / 2, tile.expert, full);
-    }
     for (int i = rank; i < boxes; i += S::CLUSTER)
 #pragma unroll
       for (int line = 0; line < S::LINES; line++)
@@ -352,7 +396,8 @@ DEVICE void produce_ordered(const gemm_sm90_args &args, wgmma_smem<S> &smem, con
   if constexpr (S::ACTIVATES) produce_kept<S>(activated_of<S>(args), smem, tile, at);
 }
 
-/* The same where all producers gather rows. */
+/* The same where all producers gather rows, and each warp asks for a box of weights at most: rows of one that asks for
+ * four would come late. */
 template <class S, bool PAIRED>
 DEVICE void produce_gathered(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &tile, int slot,
                              const gather<S> &rows, pipeline_state<S::STAGES> &at)
@@ -360,9 +405,12 @@ DEVICE void produce_gathered(const gemm_sm90_args &args, wgmma_smem<S> &smem, co
 #pragma unroll 1
   for (int k0 = 0; k0 < args.g.k; k0 += S::BK, at.advance()) {
     wait_for(&smem.empty[at.stage], at.phase ^ 1);
-    if (threadIdx.x < WARP_SIZE && elect_one()) {
-      if (k0 == 0) post_unit(smem, tile, slot);
-      copy_boxes<S, PAIRED>(args, smem, tile, 0, at, k0, 0);
+    if (warp_id() < WEIGHT_BOXES<S, PAIRED> && elect_one()) {
+      if (warp_id() == 0) {
+        if (k0 == 0) post_unit(smem, tile, slot);
+        mbarrier_arrive_expect_tx(&smem.full[at.stage], WEIGHT_BYTES<S>);
+      }
+      copy_weights<S, PAIRED>(args, smem, tile, warp_id(), at.stage, k0);
     }
     __syncwarp();
     rows.copy(args, smem, tile, at, k0);
