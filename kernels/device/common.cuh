@@ -91,11 +91,13 @@ DEVICE float shared_weight(const combine_args &a, int64_t token)
   return a.shared_logit ? __fdividef(1.f, 1.f + expf(-a.shared_logit[token * a.shared_logit_ld])) : 1.f;
 }
 
-/* All CTAs, for few_up (protocol.h). */
+/* All CTAs, for few_up (protocol.h): their last warps first, which of few tokens have no products. */
 DEVICE void fill_with_ones(const router_args &a)
 {
   const int64_t threads = (int64_t)gridDim.x * blockDim.x; /* past 2^31 for many tokens in dot form */
-  for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < a.protocol.fill_vectors; i += threads)
+  const int warp = (int)blockDim.x / WARP_SIZE - 1 - warp_id();
+  int64_t i = ((int64_t)warp * gridDim.x + blockIdx.x) * WARP_SIZE + lane_id();
+  for (; i < a.protocol.fill_vectors; i += threads)
     static_cast<uint4 *>(a.protocol.fill)[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
 }
 
