@@ -366,7 +366,7 @@ static const trial trials[] = {
     {"few_drawn_rows", LARGE, {1, 2, 3, 4}, {4, 6, 8, 12, 16}, "w4"},
     {"few_drawn", LARGE, {1, 2, 4, 8, 12, 16}, {2, 3, 4, 6, 8, 10, 12, 16}, "w4"},
     {"few_drawn_e2m1", LARGE, {1, 1e8, 2e8, 320e6, 5e8, 8e8, 2e9}, {2, 3, 4, 5, 6, 8}, "w4"},
-    {"twin_weights", LARGE, {1, 300e6, 600e6, 1e9, 1e12}, {24, 32, 96, 128, 192, 256}, "w4"},
+    {"twin_weights", LARGE, {1, 150e6, 300e6, 600e6, 1e9, 1e12}, {24, 32, 96, 128, 192, 256}, "w4"},
     {"few_many_rows", "mixtral-8x7b olmoe", {1, 2, 3, 4, 6, 8}, {12, 16, 20, 24, 32}, NULL},
     {"copy_rows", "mixtral-8x7b gpt-oss-120b", {33, 65, 97, 129, 193, 257}, {512, 1024, 2048, 4096}, NULL},
     {"narrow_copy_rows", "qwen3-30b-a3b qwen3-235b-a22b", {65, 97, 129, 161, 225, 289}, {1024, 2048, 4096}, NULL},

@@ -1661,6 +1661,7 @@ static void test_fixed_ahead(void)
   CHECK(!is_brought_ahead(&m, int4, 32) && is_brought_ahead(&m, int4, 33) && is_brought_ahead(&m, int4, 48));
   case_end();
   case_begin("two codes each, by what serves");
+  m.limits[LIMIT_twin_weights][WEIGHTS_w4] = 300e6;
   CHECK(is_brought_ahead(&m, mxfp4, 8) && is_brought_ahead(&m, mxfp4, 64) && !is_brought_ahead(&m, mxfp4, 65));
   m.limits[LIMIT_twin_weights][WEIGHTS_w4] = 1;
   CHECK(is_brought_ahead(&m, mxfp4, 128) && !is_brought_ahead(&m, mxfp4, 256));

@@ -38,17 +38,47 @@ template <class S> struct stream_smem : pipeline_smem<S> {
 
 /* ---- units: n counts granules here ---- */
 
+/* What depends on the major: granules, and which whole tiles a CTA takes and when its piece comes. K-major: one tile
+ * after another, the piece before another one for each CTA in turn. */
+template <class S, bool N_MAJOR = S::N_MAJOR> struct stream_order {
+  DEVICE static int granule_channels(const gemm_args &args) { return S::gated(args) ? S::GRANULE / 2 : S::GRANULE; }
+  DEVICE static int granules_of(const gemm_args &) { return S::GRANULES; }
+
+  template <class RUN> DEVICE static void begin(RUN &run)
+  {
+    if (run.whole == 0) return;
+    run.take(run.share() * blockIdx.x, run.share());
+    run.whole = 1 + (int32_t)(blockIdx.x % run.share());
+  }
+  template <class RUN> DEVICE static bool piece_is_due(RUN &run) { return run.whole-- == 0; }
+  template <class RUN> DEVICE static void take_next(RUN &) {}
+};
+
+/* N-major: lines of L2; CTAs take tiles in turn, so that neighbours are asked for at about the same time. */
+template <class S> struct stream_order<S, true> {
+  DEVICE static int granule_channels(const gemm_args &) { return S::LINE; }
+  DEVICE static int granules_of(const gemm_args &args) { return S::COLUMNS / (S::gated(args) ? 2 : 1) / S::LINE; }
+
+  template <class RUN> DEVICE static void begin(RUN &) {}
+  template <class RUN> DEVICE static bool piece_is_due(RUN &run)
+  {
+    return run.share() - run.whole == 2 + blockIdx.x % run.share();
+  }
+  template <class RUN> DEVICE static void take_next(RUN &run)
+  {
+    if (run.now.left == 0 && run.whole > 0) run.take(blockIdx.x + --run.whole * gridDim.x, 1), run.expert = -1;
+  }
+};
+
 template <class S> DEVICE int granule_channels(const gemm_args &args)
 {
-  if constexpr (S::N_MAJOR) return S::LINE;
-  return S::gated(args) ? S::GRANULE / 2 : S::GRANULE;
+  return stream_order<S>::granule_channels(args);
 }
 
 /* Granules of a whole tile. */
 template <class S> DEVICE int granules_of(const gemm_args &args)
 {
-  if constexpr (S::N_MAJOR) return S::COLUMNS / (S::gated(args) ? 2 : 1) / S::LINE;
-  return S::GRANULES;
+  return stream_order<S>::granules_of(args);
 }
 
 /* `left` granules from n of row tile `tile` on, one row tile after another. */
@@ -70,6 +100,7 @@ template <int KEPT> DEVICE row_range kept_rows(const gemm_args &args, const row_
  * keep memory busy.
  */
 template <class S> struct stream_run {
+  using order = stream_order<S>;
   granule_range now, later;
   int32_t tiles, granules, parts; /* row tiles; granules of each, and the whole tiles that it is cut into */
   int32_t whole;                  /* tiles until the piece; N-major: whole tiles that are still to come */
@@ -84,9 +115,7 @@ template <class S> struct stream_run {
   {
     now.left = later.left = 0;
     whole = (int32_t)share();
-    if (S::N_MAJOR || whole == 0) return;
-    take(share() * blockIdx.x, share());
-    whole = 1 + (int32_t)(blockIdx.x % share());
+    order::begin(*this);
   }
 
   /* Whole tiles of a CTA. */
@@ -124,18 +153,12 @@ template <class S> struct stream_run {
     return {(to - from) * (own + 1) / ctas - n, tile + (int32_t)row, (int32_t)(granules - (to - from) + n)};
   }
 
-  /* With another tile for each CTA in turn. */
-  DEVICE bool piece_is_due()
-  {
-    if (S::N_MAJOR) return share() - whole == 2 + blockIdx.x % share();
-    return whole-- == 0;
-  }
-
   /* The next tile: up to GRANULES of one row tile, `end` past its last. */
   template <class SMEM> DEVICE tile_unit next(const gemm_args &args, const SMEM &smem)
   {
-    if (S::N_MAJOR && now.left == 0 && whole > 0) take(blockIdx.x + --whole * gridDim.x, 1), expert = -1;
-    if (piece && (now.left == 0 || piece_is_due())) later = now, now = own_piece(), piece = false, expert = -1;
+    order::take_next(*this);
+    if (piece && (now.left == 0 || order::piece_is_due(*this)))
+      later = now, now = own_piece(), piece = false, expert = -1;
     if (now.left == 0) now = later, later.left = 0, expert = -1;
     if (now.left == 0) return {-1, 0, 0, 0, 0};
     if (expert < 0) expert = expert_of_tile(args, smem.table, now.tile);

@@ -77,15 +77,6 @@ DEVICE void finish_sums(const gemm_args &args, bool up_first, uint4 *staged, int
         [](float &sum, float bias) { sum = __fadd_rn(sum, bias); });
 }
 
-/* As swiglu::of_biased, but a sigmoid below 2^-126 is 0: half of the instructions, which the epilogue is bound by. */
-template <finish_kind KIND> DEVICE float finish_token(const swiglu &act, float g, float u)
-{
-  const float alpha = KIND == FINISH_silu ? 1.f : act.alpha;
-  if (KIND != FINISH_silu) clamp_gated(act.gate_limit, act.limit, g, u);
-  const float sigmoid = rcp_approx_ftz(1.f + ex2_approx_ftz(-alpha * g * 1.44269504f));
-  return g * sigmoid * (KIND == FINISH_silu ? u : u + act.shift);
-}
-
 /* What two neighbouring channels of a piece's `octet`, of half h of the tokens, become. */
 template <class S, finish_kind KIND>
 DEVICE uint32_t finish_tokens(const swiglu &act, const float *acc, int octet, int h)
@@ -95,7 +86,7 @@ DEVICE uint32_t finish_tokens(const swiglu &act, const float *acc, int octet, in
   for (int i = 0; i < 2; i++) {
     if constexpr (token_tile<S>::HALVES == 2) {
       const float low = acc[8 * octet + 2 * h + i], high = acc[8 * octet + 4 + 2 * h + i];
-      value[i] = finish_token<KIND>(act, act.up_first ? high : low, act.up_first ? low : high);
+      value[i] = act.of_biased<KIND, true>(act.up_first ? high : low, act.up_first ? low : high);
     } else {
       value[i] = acc[4 * octet + 2 * h + i];
     }

@@ -18,6 +18,7 @@
 #ifndef CUMOE_TWIN_CUH
 #define CUMOE_TWIN_CUH
 
+#include "device/ptx_line_sm90.cuh"
 #include "device/twin_codes.cuh"
 #include "gemm/mixed.cuh"
 
@@ -28,6 +29,7 @@ struct twin_shape : mixed_shape<PRODUCT, CLUSTER, BM, BN, BK, STAGES, WARPS> {
   using SCALES = twin_scales<twin_shape>;
   static constexpr bool TWIN = true, SCALED = true, SCALES_BY_COPY = false; /* of rows, a scale a slab */
   static constexpr int LANES = twin_shape::ROW_BYTES / 16;
+  static constexpr int SCALE_WORDS = twin_shape::SCALE_BYTES; /* as f32: slabs by weight rows by four runs */
   static constexpr int REGISTERS = 80, PRODUCER_REGISTERS = 64, CONSUMER_REGISTERS = 88;
   static constexpr int RANGES = MAX_EXPERTS / 4;
   static_assert(same_type<typename PRODUCT::X, bf16> && same_type<typename PRODUCT::W, mx4>, "see above");
@@ -52,6 +54,14 @@ template <class S> DEVICE bool rows_share_octet(const mixed_smem<S> &smem, const
 DEVICE int twin_lane()
 {
   return (int)(tid_x() % WARP_SIZE);
+}
+
+/* Of a weight's scale: the largest that sums of a slab have room for. */
+enum { TWIN_LARGEST = 230 };
+
+template <class S> DEVICE bool twin_scale_is_absent(int code)
+{
+  return code > TWIN_LARGEST;
 }
 
 /* ---- producers ---- */
@@ -99,88 +109,154 @@ template <class S> struct twin_codes : tile_codes<S> {
   }
 };
 
-/* By a warp: scales of weights. Where they lie in vectors (lane_weights.cuh) they are copied, else they come by
- * registers, a stage ahead: copies of fewer than 16 bytes each take a line of L1, which has no room. */
+/* By a warp: scales of weights, as f32, which a consumer would make of a code for each of four lanes, and they for each
+ * other. Codes come by registers, a stage ahead: copies of fewer than 16 bytes each take a line of L1, which has no
+ * room. A row's skew (mixed_smem) says whether some of its scales are not in products. */
 template <class S> struct twin_weight_scales {
-  static constexpr int ROWS = S::COLUMNS / WARP_SIZE, WORDS = S::SCALE_BYTES / 4 + 1,
-                       APART = WARP_SIZE * 4 * S::SCALE_WORDS; /* a lane's rows */
-  const uint8_t *row[ROWS];
-  uint32_t ahead[ROWS][WORDS];
+  static constexpr int ROWS = S::COLUMNS / WARP_SIZE;
+  static_assert(S::SCALE_BYTES == 8 && S::SLABS == 2, "two words a stage");
+  const uint8_t *row[ROWS]; /* from a multiple of four bytes on, where they are read by words */
+  uint32_t ahead[ROWS][4];  /* of a stage two words and what is behind them, or of two stages */
+  int32_t skews;            /* of each row a byte: by how many bits its first scale is behind its first word */
+  int32_t slot, together;   /* so many stages' words may be read at once: 0, 1, 2 */
 
   DEVICE static int row_of(int i) { return twin_lane() + i * WARP_SIZE; }
 
-  DEVICE void set_unit(const gemm_args &args, mixed_smem<S> &smem, int slot)
+  DEVICE void set_unit(const gemm_args &args, mixed_smem<S> &smem, int at)
   {
-    const tile_unit unit = smem.units[slot];
+    const tile_unit unit = smem.units[at];
+    uintptr_t places = scales_in_words<S>(args) ? args.k / 32 % 16 : 1;
+    slot = at % S::UNIT_SLOTS, skews = 0;
+    if (args.b.scale.block_n == 1) {
+      find_rows(args, unit);
+    } else {
+#pragma unroll
+      for (int i = 0; i < ROWS; i++) row[i] = scales_of_row<S>(args, unit, row_of(i));
+    }
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
-      row[i] = scales_of_row<S>(args, unit, row_of(i));
-      const int turn = scales_in_vectors<S>(args) ? 15 : scales_in_words<S>(args) ? 3 : 0;
-      smem.skew[slot % S::UNIT_SLOTS][row_of(i)] = (uintptr_t)row[i] & turn;
+      places |= (uintptr_t)row[i];
+      const int before = scales_in_words<S>(args) ? (int)((uintptr_t)row[i] & 3) : 0;
+      row[i] -= before, skews |= before << (i * 8 + 3);
+      smem.skew[slot][row_of(i)] = 0; /* no scale is absent yet */
     }
-    if (!scales_in_vectors<S>(args) && scales_in_words<S>(args)) load(args, 0);
+    together = __all_sync(ALL_LANES, (places & 7) == 0);
+    if (__all_sync(ALL_LANES, (places & 15) == 0)) together = 2;
+    load(args, 0);
+  }
+
+  /* As scales_of_row, of a matrix with a scale a row, without divisions: the lane's rows are of one half. */
+  DEVICE void find_rows(const gemm_args &args, const tile_unit &unit)
+  {
+    const scale_matrix &s = args.b.scale;
+    const bool gated = S::gated(args);
+    const int half = gated ? row_of(0) / 8 % 2 : 0, channel = channel_of_row<S>(args, unit, row_of(0)),
+              step = gated ? WARP_SIZE / 2 : WARP_SIZE;
+    const uint8_t *base = static_cast<const uint8_t *>(scale_base(s, half, unit.expert)) +
+                          s.n_origin[half] * s.n_stride + s.k_origin / 32 * s.k_stride;
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) row[i] = base + min(channel + i * step, args.n - 1) * s.n_stride;
   }
 
   /* Of k0 and on. No word is read that has no scale of the row. */
   DEVICE void load(const gemm_args &args, int k0)
   {
     const int first = k0 / 32, bytes = min(args.k - k0, (int)S::BK) / 32;
+    if (together == 2 && k0 / S::BK % 2) {
 #pragma unroll
-    for (int i = 0; i < ROWS; i++) {
-      const int before = (int)((uintptr_t)row[i] + first & 3);
-      const uint32_t *from = reinterpret_cast<const uint32_t *>(row[i] + first - before);
+      for (int i = 0; i < ROWS; i++) ahead[i][0] = ahead[i][2], ahead[i][1] = ahead[i][3];
+    } else if (together == 2) {
 #pragma unroll
-      for (int w = 0; w < WORDS; w++) ahead[i][w] = w * 4 < before + bytes ? __ldg(from + w) : 0;
-    }
-  }
-
-  DEVICE void copy(const gemm_args &args, mixed_smem<S> &smem, int stage, int k0)
-  {
-    const uint32_t to = shared_address(smem.scales[stage].words[row_of(0)]);
-    if (scales_in_vectors<S>(args)) {
+      for (int i = 0; i < ROWS; i++) ld_line(row[i] + first, ahead[i]);
+    } else if (bytes == S::SCALE_BYTES && scales_in_words<S>(args)) {
 #pragma unroll
       for (int i = 0; i < ROWS; i++) {
-        const uint8_t *from = row[i] + k0 / 32;
-        cp_async_cg_16(to + i * APART, from - (uintptr_t)from % 16, 16);
+        ahead[i][0] = ld_line(row[i] + first), ahead[i][1] = ld_line(row[i] + first + 4);
+        if (skews >> i * 8 & 255) ahead[i][2] = ld_line(row[i] + first + 8);
       }
     } else if (scales_in_words<S>(args)) {
 #pragma unroll
       for (int i = 0; i < ROWS; i++)
 #pragma unroll
-        for (int w = 0; w < WORDS; w++) sts_32(to + i * APART + w * 4, ahead[i][w]);
-      if (k0 + S::BK < args.k) load(args, k0 + S::BK);
+        for (int w = 0; w < 3; w++) {
+          ahead[i][w] = 0x7f7f7f7f; /* ones */
+          if (w * 4 < (skews >> (i * 8 + 3) & 3) + bytes) ahead[i][w] = ld_line(row[i] + first + w * 4);
+        }
     } else {
-      copy_strided(args, smem.scales[stage], k0);
+#pragma unroll
+      for (int i = 0; i < ROWS; i++) load_bytes(args, row[i], first, bytes, ahead[i]);
     }
   }
 
-  DEVICE void copy_strided(const gemm_args &args, scale_stage<S> &to, int k0) const
+  DEVICE static void load_bytes(const gemm_args &args, const uint8_t *row, int first, int bytes, uint32_t (&to)[4])
   {
-    const int first = k0 / 32, bytes = min(args.k - k0, (int)S::BK) / 32;
-#pragma unroll
-    for (int i = 0; i < ROWS; i++)
+    to[0] = to[1] = 0x7f7f7f7f;
 #pragma unroll 1
-      for (int b = 0; b < bytes; b++)
-        reinterpret_cast<uint8_t *>(to.words[row_of(i)])[b] = row[i][(first + b) * args.b.scale.k_stride];
+    for (int b = 0; b < bytes; b++) {
+      const uint32_t flip = (row[(first + b) * args.b.scale.k_stride] ^ 0x7f) << b % 4 * 8;
+      to[0] ^= b < 4 ? flip : 0, to[1] ^= b < 4 ? 0 : flip;
+    }
   }
 
-  DEVICE void arrive(const gemm_args &args, uint64_t *full) const
+  /* Bits 7 of bytes that are 0 or above TWIN_LARGEST. */
+  DEVICE static uint32_t rare(uint32_t codes)
   {
-    if (scales_in_vectors<S>(args))
-      cp_async_mbarrier_arrive_noinc(full);
-    else
-      mbarrier_arrive(full);
+    const uint32_t less = codes - 0x01010101;
+    return (less & 0x7f7f7f7f) + (256 - TWIN_LARGEST) * 0x01010101u & less;
+  }
+
+  DEVICE void copy(const gemm_args &args, mixed_smem<S> &smem, int stage, int k0)
+  {
+    const uint32_t to = shared_address(smem.scales[stage].words[0]) + row_of(0) * 16;
+    uint32_t some_rare = 0;
+    hold(skews); /* no four registers from before the loop */
+#pragma unroll
+    for (int i = 0; i < ROWS; i++)
+#pragma unroll
+      for (int s = 0; s < S::SLABS; s++) {
+        const uint32_t codes = __funnelshift_r(ahead[i][s], ahead[i][s + 1], skews >> i * 8);
+        some_rare |= rare(codes);
+        sts_128(to + s * S::COLUMNS * 16 + i * WARP_SIZE * 16,
+                make_uint4(codes << 23 & 0x7f800000, codes << 15 & 0x7f800000, codes << 7 & 0x7f800000,
+                           codes >> 1 & 0x7f800000));
+      }
+    if (some_rare & 0x80808080) mend(args, smem, to, k0);
+    if (k0 + S::BK < args.k) load(args, k0 + S::BK);
+  }
+
+  /* What of 0 is 2^-127, subnormal; of what products leave out 0. */
+  DEVICE void mend(const gemm_args &args, mixed_smem<S> &smem, uint32_t to, int k0)
+  {
+#pragma unroll 1
+    for (int i = 0; i < ROWS * S::SLABS * 4; i++) {
+      const int r = i / 4 / S::SLABS, slab = i / 4 % S::SLABS, k = k0 + slab * S::SLAB + i % 4 * 32;
+      const uint32_t at = to + slab * S::COLUMNS * 16 + r * WARP_SIZE * 16 + i % 4 * 4, code = lds_32(at) >> 23;
+      if (code == 0) sts_32(at, 1u << 22);
+      if (!twin_scale_is_absent<S>((int)code)) continue;
+      sts_32(at, 0);
+      if (k < args.k) smem.skew[slot][row_of(r)] = 1;
+    }
+  }
+
+  DEVICE void arrive(const gemm_args &, uint64_t *full) const
+  {
+    mbarrier_arrive(full);
   }
 };
 
-/* By a warp: chunk lane % 8 of every fourth row a lane; of a row and slab the scale. */
+/* By a warp: chunk lane % 8 of every fourth row a lane; of a row and slab the scale. A stage takes few instructions
+ * besides its copies: a warp that works each address out anew is slower than memory. */
 template <class S> struct twin_rows {
   static constexpr int CHUNKS = FIXED_GROUP / 16, STEP = WARP_SIZE / CHUNKS, EACH = S::BM / STEP;
   static_assert(S::SLABS * S::BM <= WARP_SIZE && STEP == SHARED_ROWS, "a scale a lane");
-  const char *from[EACH]; /* where its chunks of rows begin */
-  uint32_t there;         /* a bit a row: else zeros */
-  int32_t rows, scaled;
-  bool shared;
+  const char *from[EACH];  /* where its chunks of rows begin */
+  const float *scale_from; /* of the next stage */
+  int64_t scale_step;      /* floats from a stage's to the next one's */
+  uint32_t there;          /* a bit a row: else zeros */
+  int32_t to, scale_to;    /* of row 0 of stage 0 its chunk; its scale */
+  int32_t rest;            /* bytes from a row's chunk to that of its rest */
+  int32_t octets;          /* of rows; 0: half of one, with their rests */
+  bool scaled;
 
   DEVICE static int chunk() { return twin_lane() % CHUNKS; }
   DEVICE static int row(int i) { return twin_lane() / CHUNKS + i * STEP; }
@@ -189,43 +265,85 @@ template <class S> struct twin_rows {
   DEVICE void set_unit(const gemm_args &args, mixed_smem<S> &smem, int slot)
   {
     const tile_unit unit = smem.units[slot];
-    rows = unit.rows;
-    shared = rows_share_octet(smem, unit);
+    const bool shared = rows_share_octet(smem, unit);
+    octets = shared ? 0 : ceil_div(unit.rows, 8);
+    const int r = twin_lane() % S::BM;
+    const int32_t source = reported_source(args, unit, r); /* of each row by a lane: they wait for memory once */
     there = 0;
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
-      const int32_t source = reported_source(args, unit, row(i));
-      from[i] = static_cast<const char *>(args.a) + (source < 0 ? 0 : source * args.a_ld * 2 + chunk() * 16);
-      there |= (uint32_t)(source >= 0) << i;
+      const int32_t own = __shfl_sync(ALL_LANES, source, row(i));
+      from[i] = static_cast<const char *>(args.a) + (own < 0 ? 0 : own * args.a_ld * 2 + chunk() * 16);
+      there |= (uint32_t)(own >= 0) << i;
     }
-    const int r = twin_lane() % S::BM;
-    scaled = own_slab() < S::SLABS && r < unit.rows ? known_source(args, unit.row + r) : -1;
+    to = (int32_t)shared_address(smem.rows[0][0]) + twin_row_offset(row(0)) + (chunk() ^ row(0)) * 16;
+    rest = shared ? (to ^ 64) + SHARED_ROWS * 128 - to : (int32_t)REST_BYTES;
+    scaled = own_slab() < S::SLABS && source >= 0;
+    scale_from = args.a_scale + (scaled ? own_slab() * args.a_scale_ld + source : 0);
+    scale_step = args.a_scale_ld * S::SLABS;
+    scale_to = (int32_t)shared_address(&smem.staging.row_scales[own_slab() % S::SLABS][0][r]);
+    hold(scale_to), hold(rest), hold(to); /* not worked out again for every stage */
   }
 
-  /* Of the stage of k0 and on; where there is no row, and past the end of k, zeros. A slab's planes are as long as its
-   * k. Octets without a row are left. */
-  DEVICE void copy(const gemm_args &args, mixed_smem<S> &smem, int stage, int k0) const
+  /* Of the stage of k0 and on, one after the other; where there is no row, and past the end of k, zeros. A slab's
+   * planes are as long as its k. Octets without a row are left. */
+  DEVICE void copy(const gemm_args &args, mixed_smem<S> &smem, int stage, int k0)
   {
-    const uint32_t first = shared_address(smem.rows[stage][0]);
+    const uint32_t first = to + stage * (uint32_t)sizeof(smem.rows[0]);
+    if (k0 + S::BK <= args.k)
+      copy_whole(first, k0);
+    else
+      copy_last(args, first, k0);
+    const bool known = scaled && k0 + own_slab() * FIXED_GROUP < args.k;
+    if (own_slab() < S::SLABS)
+      cp_async_ca_4(scale_to + stage * (uint32_t)sizeof(smem.staging.row_scales[0][0]),
+                    known ? scale_from : args.a_scale, known ? 4 : 0);
+    scale_from += scale_step;
+  }
+
+  /* Whether row i of the lane is in an octet of the unit's. */
+  DEVICE bool inside(int i) const
+  {
+    return i == 0 || octets > i / 2;
+  }
+
+  /* From row 0 to row i; its chunk is elsewhere in every other one. */
+  DEVICE static uint32_t place(uint32_t first, int i)
+  {
+    return (first ^ i % 2 * 64) + twin_row_offset(i * STEP);
+  }
+
+  DEVICE void copy_whole(uint32_t first, int k0) const
+  {
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
-      if (i > 0 && (shared || row(i) / 8 * 8 >= rows)) break;
-      const uint32_t to = first + twin_row_offset(row(i)) + (chunk() ^ row(i) % 8) * 16,
-                     rest = shared ? (to ^ 64) + SHARED_ROWS * 128 : to + REST_BYTES;
+      if (!inside(i)) break;
+      const char *own = from[i] + k0 * 2;
+      const uint32_t at = place(first, i);
+      const int bytes = there >> i & 1 ? 16 : 0;
 #pragma unroll
+      for (int slab = 0; slab < S::SLABS; slab++) {
+        cp_async_cg_16(at + slab * 2 * S::BM * 128, own + slab * 2 * FIXED_GROUP, bytes);
+        cp_async_cg_16(at + rest + slab * 2 * S::BM * 128, own + (slab * 2 + 1) * FIXED_GROUP, bytes);
+      }
+    }
+  }
+
+  DEVICE void copy_last(const gemm_args &args, uint32_t first, int k0) const
+  {
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+      if (!inside(i)) break;
+#pragma unroll 1
       for (int slab = 0; slab < S::SLABS; slab++) {
         const int k = k0 + slab * FIXED_GROUP, bytes = min(args.k - k, (int)FIXED_GROUP);
         const bool known = there >> i & 1 && chunk() * 16 < bytes;
         const char *own = known ? from[i] + k * 2 : static_cast<const char *>(args.a);
-        cp_async_cg_16(to + slab * 2 * S::BM * 128, own, known ? 16 : 0);
-        cp_async_cg_16(rest + slab * 2 * S::BM * 128, own + (known ? bytes : 0), known ? 16 : 0);
+        const uint32_t at = place(first, i) + slab * 2 * S::BM * 128;
+        cp_async_cg_16(at, own, known ? 16 : 0);
+        cp_async_cg_16(at + rest, own + (known ? bytes : 0), known ? 16 : 0);
       }
     }
-    const int own = k0 / FIXED_GROUP + own_slab();
-    const bool known = scaled >= 0 && own * FIXED_GROUP < args.k;
-    if (own_slab() < S::SLABS)
-      cp_async_ca_4(shared_address(&smem.staging.row_scales[own_slab()][stage][twin_lane() % S::BM]),
-                    args.a_scale + (known ? own * args.a_scale_ld + scaled : 0), known ? 4 : 0);
   }
 
   DEVICE void arrive(const gemm_args &, uint64_t *full) const
@@ -349,14 +467,6 @@ template <class S> DEVICE void produce_twins(const gemm_args &args, mixed_smem<S
 
 /* ---- consumers: scales ---- */
 
-/* Of a weight's scale: the largest that sums of a slab have room for. */
-enum { TWIN_LARGEST = 230 };
-
-template <class S> DEVICE bool twin_scale_is_absent(int code)
-{
-  return code > TWIN_LARGEST;
-}
-
 /* Element k of a row that a launch ahead has made ready. */
 template <class S> DEVICE float twin_element(const gemm_args &args, int32_t source, int k)
 {
@@ -366,39 +476,32 @@ template <class S> DEVICE float twin_element(const gemm_args &args, int32_t sour
   return (e4m3_to_f32(code[0]) + e4m3_to_f32(code[bytes])) * args.a_scale[slab * args.a_scale_ld + source];
 }
 
-/* Of a lane's rows the scales of 32 k of each slab, of which other lanes have the rest. */
-template <class S> struct twin_scales : scale_places<S> {
-  using stage_factors = float[S::SLABS][S::OCTETS];
+/* Of a lane's rows. */
+template <class S> struct twin_scales {
+  using slab_factors = float[S::OCTETS][4];
+  uint32_t from;       /* the first one's shared address in stage 0 */
   bool absent = false; /* some of a tile's scales are not in its products */
-  bool vectors;
 
-  DEVICE void set_unit(const gemm_args &args, const mixed_smem<S> &smem, int slot, int row0)
+  DEVICE void set_unit(const gemm_args &, const mixed_smem<S> &smem, int, int row0)
   {
-    scale_places<S>::set_unit(args, smem, slot, row0);
-    vectors = scales_in_vectors<S>(args);
+    from = shared_address(smem.scales[0].words[0]) + row0 * 16;
   }
 
-  DEVICE void load(const gemm_args &args, int stage, int k0, stage_factors &by)
+  DEVICE void load(int stage, int slab, slab_factors &by) const
   {
-    const uint32_t turn = vectors ? k0 / S::BK * S::SCALE_BYTES % 16 : 0;
-    uint32_t most = 0, e[S::SLABS][S::OCTETS];
 #pragma unroll
-    for (int s = 0; s < S::SLABS; s++)
+    for (int r = 0; r < S::OCTETS; r++) {
+      const uint4 v = lds_128(from + stage * (uint32_t)sizeof(scale_stage<S>) + slab * S::COLUMNS * 16 + r * 8 * 16);
+      by[r][0] = __uint_as_float(v.x), by[r][1] = __uint_as_float(v.y);
+      by[r][2] = __uint_as_float(v.z), by[r][3] = __uint_as_float(v.w);
+    }
+  }
+
+  /* When the unit's stages were there. */
+  DEVICE void end_unit(const mixed_smem<S> &smem, int slot, int row0)
+  {
 #pragma unroll
-      for (int r = 0; r < S::OCTETS; r++) {
-        e[s][r] = lds_u8((this->at[r] + this->slab_offset(stage, s)) ^ turn);
-        most = max(most, e[s][r]);
-        by[s][r] = __uint_as_float(max(e[s][r] << 23, 1u << 22)); /* 0: 2^-127, subnormal */
-      }
-    if (most <= TWIN_LARGEST) return;
-#pragma unroll
-    for (int s = 0; s < S::SLABS; s++)
-#pragma unroll
-      for (int r = 0; r < S::OCTETS; r++) {
-        if (!twin_scale_is_absent<S>(e[s][r])) continue;
-        by[s][r] = 0.f; /* also what lies past the end */
-        absent = absent || this->inside(args, k0 + s * S::SLAB);
-      }
+    for (int r = 0; r < S::OCTETS; r++) absent = absent || smem.skew[slot % S::UNIT_SLOTS][row0 + r * 8];
   }
 };
 
@@ -437,20 +540,16 @@ DEVICE void multiply_pair(const uint32_t (&words)[4], uint32_t rows, uint32_t (&
   wgmma_commit_group();
 }
 
-/* total += parts of the pair of runs `pair` of a slab, of whose rows this lane and its three neighbours have the scales
- * of a run each. */
+/* total += parts of the pair of runs `pair` of a slab, whose scales are `by`, a run each. */
 template <class S, class C>
-DEVICE void add_scaled(const float (&by)[S::OCTETS], int pair, float (&parts)[2][C::SUMS], float (&total)[C::SUMS])
+DEVICE void add_scaled(const float (&by)[S::OCTETS][4], int pair, float (&parts)[2][C::SUMS], float (&total)[C::SUMS])
 {
 #pragma unroll
   for (int b = 0; b < 2; b++) {
-    float factor[S::OCTETS];
-#pragma unroll
-    for (int r = 0; r < S::OCTETS; r++) factor[r] = __shfl_sync(ALL_LANES, by[r], pair * 2 + b, 4);
     hold(parts[b]);
 #pragma unroll
     for (int i = 0; i < C::SUMS; i++) {
-      const float own = factor[i / 2 % 2];
+      const float own = by[i / 2 % 2][pair * 2 + b];
       total[i] = pair == 0 && b == 0 ? parts[b][i] * own : fmaf(parts[b][i], own, total[i]);
     }
   }
@@ -485,11 +584,10 @@ DEVICE void multiply_twins_n(const gemm_args &args, mixed_smem<S> &smem, pipelin
   for (int k0 = 0; k0 < args.k; k0 += S::BK, at.advance()) {
     const uint32_t codes = place + at.stage * (uint32_t)sizeof(smem.codes[0]),
                    rows = __shfl_sync(ALL_LANES, (uint32_t)wgmma_operand(smem.rows[at.stage]), 0);
-    float by[S::SLABS][S::OCTETS], parts[KEPT][2][C::SUMS], total[C::SUMS];
+    float by[S::OCTETS][4], parts[KEPT][2][C::SUMS], total[C::SUMS];
     uint32_t a[KEPT][2][4], words[2][4];
     wait_for(&smem.full[at.stage], at.phase);
     ldmatrix_x4(words[0], codes);
-    scales.load(args, at.stage, k0, by);
     fence_proxy_async_shared(); /* rows come by cp.async */
 #pragma unroll
     for (int i = 0; i < PAIRS + C::AHEAD; i++) {
@@ -499,11 +597,12 @@ DEVICE void multiply_twins_n(const gemm_args &args, mixed_smem<S> &smem, pipelin
         multiply_pair<S, C>(words[i % 2], rows + i / 2 * (2 * S::BM * 128 >> 4) + i % 2 * 4, a[i % KEPT],
                             parts[i % KEPT]);
       if (done < 0) continue;
+      if (done % 2 == 0) scales.load(at.stage, done / 2, by);
       if (i < PAIRS)
         wgmma_wait_group<C::AHEAD>();
       else
         wgmma_wait_group<0>();
-      add_scaled<S, C>(by[done / 2], done % 2, parts[done % KEPT], total);
+      add_scaled<S, C>(by, done % 2, parts[done % KEPT], total);
       if (done % 2) add_total<C>(smem.staging.row_scales[done / 2][at.stage], total, sums);
     }
     release<S>(smem, at.stage);
@@ -528,11 +627,13 @@ template <class S, class SCALES>
 DEVICE void multiply_twins(const gemm_args &args, mixed_smem<S> &smem, pipeline_state<S::STAGES> &at, int slot,
                            SCALES &scales, float (&sums)[S::BLOCKS][S::ACCUMULATORS])
 {
-  if (rows_share_octet(smem, smem.units[slot])) return multiply_twin_rows<S, SHARED_ROWS>(args, smem, at, scales, sums);
-  if (smem.units[slot].rows > 8)
+  if (rows_share_octet(smem, smem.units[slot]))
+    multiply_twin_rows<S, SHARED_ROWS>(args, smem, at, scales, sums);
+  else if (smem.units[slot].rows > 8)
     multiply_twin_rows<S, S::BM>(args, smem, at, scales, sums);
   else
     multiply_twin_rows<S, 8>(args, smem, at, scales, sums);
+  scales.end_unit(smem, slot, lane_row<S>());
 }
 
 #endif

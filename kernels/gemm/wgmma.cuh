@@ -35,8 +35,9 @@ struct wgmma_shape : pipeline_shape<PRODUCT, BM, BN, BK, STAGES, WARPS> {
   /* Of codes of e4m3: a piece's channels of eight tokens (token_store.cuh). */
   static constexpr int STAGED =
       same_type<typename PRODUCT::X, e4m3> ? PRODUCT::EPILOGUE == EPILOGUE_activation ? 2 : 4 : 1;
-  static constexpr bool WOVEN = false; /* rows are put into another order in their stages (gemm/packed.cuh) */
-  static constexpr int HELPERS = 0;    /* warps of producers that arrive at a stage's `full`, too */
+  static constexpr bool WOVEN = false;           /* rows are put into another order in their stages (gemm/packed.cuh) */
+  static constexpr int HELPERS = 0;              /* warps of producers that arrive at a stage's `full`, too */
+  static constexpr bool FINDS = PRODUCT::SCALED; /* a warp of producers finds units while another copies stages */
   static constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 56; /* 384 threads start with 168 each */
 
   /* Gathering: 8 threads copy the 128 bytes of a row. */
@@ -55,24 +56,35 @@ template <class S, bool WOVEN = S::WOVEN> struct packed_stages : factor_stages<S
 template <class S> struct packed_stages<S, true> : woven_stages<S> {
 };
 
-template <class S> struct wgmma_smem : pipeline_smem<S>, packed_stages<S>, token_scale_stages<S> {
-  int32_t drawn[UNITS_AHEAD];
-  uint64_t drawn_ready[UNITS_AHEAD];
-};
-
-/* ---- units ---- */
-
-template <class S> DEVICE int wgmma_channels(const gemm_args &args)
-{
-  return S::gated(args) ? S::COLUMNS / 2 : S::COLUMNS;
-}
-
 /* A unit of a cluster as one of its CTAs sees it. */
 struct cluster_unit {
   tile_unit tile; /* expert -1: past the last unit */
   bool paired;    /* the CTAs have two row tiles of the same channels; else neighbouring channels of one row tile */
   bool absent;    /* neither has channels: an odd number of channel tiles, paired */
 };
+
+/* Of codes of a byte, whose stages are short: the unit that comes next, found by a warp of its own. */
+template <class S, bool FINDS = S::FINDS> struct unit_found {
+};
+template <class S> struct unit_found<S, true> {
+  cluster_unit found;
+  uint64_t found_ready, found_taken;
+};
+
+template <class S> struct wgmma_smem : pipeline_smem<S>, packed_stages<S>, token_scale_stages<S>, unit_found<S> {
+  int32_t drawn[UNITS_AHEAD];
+  uint64_t drawn_ready[UNITS_AHEAD];
+};
+
+/* ---- units ---- */
+
+template <class S>
+constexpr uint32_t WEIGHT_BYTES = S::COLUMNS *S::WEIGHT_LINE * sizeof(typename S::W); /* of a stage */
+
+template <class S> DEVICE int wgmma_channels(const gemm_args &args)
+{
+  return S::gated(args) ? S::COLUMNS / 2 : S::COLUMNS;
+}
 
 /* Row tiles by twos, then one that is left over. Of the twos row tiles advance first, inside bands, then channels. Of
  * one that is left over an odd channel tile is shared by rows where units are drawn: half for each. */
@@ -156,10 +168,36 @@ template <class S> struct unit_scheduler {
 
 /* ---- producers ---- */
 
-/* A thread gathers 16 bytes of k of each of these rows; -1: zeros. */
-template <class S> struct gather {
+/* Where a thread's rows are: their addresses, which would take a producer longer to work out anew for each stage than
+ * few rows' products take. Of codes tokens, as they have scales besides. -1: zeros. */
+template <class S, bool CODES = S::SCALED> struct row_sources {
+  const typename S::X *from[S::GATHERS];
+  uint32_t there; /* a bit each */
+
+  DEVICE void set(const gemm_args &args, int i, int32_t token)
+  {
+    if (i == 0) there = 0;
+    from[i] = static_cast<const typename S::X *>(args.a);
+    if (token < 0) return;
+    from[i] += token * args.a_ld;
+    there |= 1u << i;
+  }
+  DEVICE bool has(int i) const { return there & 1u << i; }
+  DEVICE const void *at(const gemm_args &, int i, int k) const { return from[i] + k; }
+};
+template <class S> struct row_sources<S, true> {
   int32_t source[S::GATHERS];
 
+  DEVICE void set(const gemm_args &, int i, int32_t token) { source[i] = token; }
+  DEVICE bool has(int i) const { return source[i] >= 0; }
+  DEVICE const void *at(const gemm_args &args, int i, int k) const
+  {
+    return static_cast<const typename S::X *>(args.a) + (source[i] * args.a_ld + k);
+  }
+};
+
+/* A thread gathers 16 bytes of k of each of these rows. */
+template <class S> struct gather : row_sources<S> {
   DEVICE static int row_of(int i) { return threadIdx.x / 8 + i * S::GATHER_ROWS; }
 
   DEVICE void set_unit(const gemm_args &args, const tile_unit &unit)
@@ -170,13 +208,15 @@ template <class S> struct gather {
 #pragma unroll
     for (int i = 0; i < S::GATHERS; i++) {
       const int r = row_of(i);
-      source[i] = -1;
-      if (r >= unit.rows) continue;
-      const int32_t pair = __ldg(args.row_pair + unit.row + r);
-      if (pair < 0 || pair >= pairs)
-        bad = pair;
-      else
-        source[i] = (int32_t)((uint32_t)pair / (uint32_t)args.top_k);
+      int32_t token = -1;
+      if (r < unit.rows) {
+        const int32_t pair = __ldg(args.row_pair + unit.row + r);
+        if (pair < 0 || pair >= pairs)
+          bad = pair;
+        else
+          token = (int32_t)((uint32_t)pair / (uint32_t)args.top_k);
+      }
+      this->set(args, i, token);
     }
     if (bad != NONE) report_fault_inline(args.fault, FAULT_ROUTE, 0, bad);
   }
@@ -188,8 +228,8 @@ template <class S> struct gather {
       const float *from = args.a_scale + row_group(args, k0) * args.a_scale_ld;
 #pragma unroll
       for (int i = 0; i < S::GATHERS; i++)
-        if (source[i] >= 0 && i % 8 == threadIdx.x % 8)
-          cp_async_ca_4(shared_address(row_scales_of<S>(smem, at) + row_of(i)), from + source[i], 4);
+        if (this->has(i) && i % 8 == threadIdx.x % 8)
+          cp_async_ca_4(shared_address(row_scales_of<S>(smem, at) + row_of(i)), from + this->source[i], 4);
     }
   }
 
@@ -197,15 +237,12 @@ template <class S> struct gather {
                    const pipeline_state<S::STAGES> &at, int k0) const
   {
     const int row = threadIdx.x / 8, vector = threadIdx.x % 8, k = k0 + vector * operand<typename S::X>::PER_16;
-    const char *from = static_cast<const char *>(args.g.a) + (int64_t)k * sizeof(typename S::X);
     const uint32_t to = shared_address(smem.rows[at.stage]) + row * 128 + (vector ^ row % 8) * 16;
 #pragma unroll
     for (int i = 0; i < S::GATHERS; i++) {
       if (i * S::GATHER_ROWS >= unit.rows) break;
-      const bool there = source[i] >= 0 && k < args.g.k;
-      cp_async_cg_16(to + i * S::GATHER_ROWS * 128,
-                     there ? from + source[i] * args.g.a_ld * (int64_t)sizeof(typename S::X) : args.g.a,
-                     there ? 16 : 0);
+      const bool there = this->has(i) && k < args.g.k;
+      cp_async_cg_16(to + i * S::GATHER_ROWS * 128, this->at(args.g, i, k), there ? 16 : 0);
     }
     copy_scales(args.g, smem, at, k0);
     cp_async_mbarrier_arrive_noinc(&smem.full[at.stage]);
@@ -228,26 +265,53 @@ template <class S> struct ordered_scales {
   }
 };
 
-/* N-major weights: half a tile for both CTAs, or all of it for this one. Of halves that lie apart, even blocks are of
- * the first. */
+/* Weights come by half a tile, for both CTAs (PAIRED), or by all of it, for this one: boxes of half a tile each, or,
+ * N-major, of a block. */
 template <class S, bool PAIRED>
-DEVICE void copy_n_major(const gemm_sm90_args &args, typename S::W *weights, const tile_unit &tile, uint64_t *full,
-                         int k0)
+constexpr int WEIGHT_BOXES = (S::N_MAJOR ? S::COLUMNS / S::BLOCK : 2) / (PAIRED ? 2 : 1);
+
+/* Of N-major halves that lie apart, even blocks are of the first. */
+template <class S, bool PAIRED>
+DEVICE void copy_n_major(const gemm_sm90_args &args, typename S::W *weights, const tile_unit &tile, int box,
+                         uint64_t *full, int k0)
 {
-  constexpr int ALL = S::COLUMNS / S::BLOCK, EACH = PAIRED ? ALL / S::CLUSTER : ALL;
+  constexpr int ALL = S::COLUMNS / S::BLOCK;
   constexpr uint16_t BOTH = (1 << S::CLUSTER) - 1;
   static_assert(S::BLOCKS == 2, "a consumer has a block of gate and one of up");
-  const int apart = S::gated(args.g) && args.g.b.n_stride == 1, first = PAIRED ? cluster_ctarank() * EACH : 0;
-#pragma unroll 1
-  for (int i = 0; i < EACH; i++) {
-    const int block = tile.n * ALL + first + i, place = (apart ? block / 2 : block) * S::BLOCK,
-              half = apart ? block % 2 : 0;
-    typename S::W *to = weights + (first + i) * S::BLOCK * S::BK;
-    if constexpr (PAIRED)
-      cp_async_bulk_tensor_4d_multicast(to, &args.weights, place, k0, half, tile.expert, full, BOTH);
-    else
-      cp_async_bulk_tensor_4d(to, &args.weights, place, k0, half, tile.expert, full);
-  }
+  const int apart = S::gated(args.g) && args.g.b.n_stride == 1, block = tile.n * ALL + box,
+            place = (apart ? block / 2 : block) * S::BLOCK, half = apart ? block % 2 : 0;
+  typename S::W *to = weights + box * S::BLOCK * S::BK;
+  if constexpr (PAIRED)
+    cp_async_bulk_tensor_4d_multicast(to, &args.weights, place, k0, half, tile.expert, full, BOTH);
+  else
+    cp_async_bulk_tensor_4d(to, &args.weights, place, k0, half, tile.expert, full);
+}
+
+template <class S, bool PAIRED>
+DEVICE void copy_k_major(const gemm_sm90_args &args, typename S::W *weights, const tile_unit &tile, int box,
+                         uint64_t *full, int k0)
+{
+  constexpr int HALF = S::COLUMNS / S::CLUSTER; /* weight rows of a box */
+  constexpr uint16_t BOTH = (1 << S::CLUSTER) - 1;
+  const int octets = wgmma_channels<S>(args.g) / 8, octet = tile.n * octets + box * (octets / 2), /* of channels */
+      k = k0 / S::BK * S::WEIGHT_LINE;
+  typename S::W *to = weights + box * HALF * S::WEIGHT_LINE;
+  if constexpr (PAIRED)
+    cp_async_bulk_tensor_5d_multicast(to, &args.weights, k, 0, 0, octet, tile.expert, full, BOTH);
+  else
+    cp_async_bulk_tensor_5d(to, &args.weights, k, 0, 0, octet, tile.expert, full);
+}
+
+/* Of this CTA's boxes the one at i. */
+template <class S, bool PAIRED>
+DEVICE void copy_weights(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &tile, int i, int stage,
+                         int k0)
+{
+  const int box = (PAIRED ? cluster_ctarank() * WEIGHT_BOXES<S, PAIRED> : 0) + i;
+  if constexpr (S::N_MAJOR)
+    copy_n_major<S, PAIRED>(args, smem.weights[stage], tile, box, &smem.full[stage], k0);
+  else
+    copy_k_major<S, PAIRED>(args, smem.weights[stage], tile, box, &smem.full[stage], k0);
 }
 
 /* By one lane: this CTA's half of what the cluster shares, for both; the rest for itself. `others`: bytes that come to
@@ -257,39 +321,28 @@ DEVICE void copy_boxes(const gemm_sm90_args &args, wgmma_smem<S> &smem, const ti
                        const pipeline_state<S::STAGES> &at, int k0, uint32_t others)
 {
   constexpr int BOX = ROWS_OF_BOX(S::BITS);
-  constexpr int HALF = S::COLUMNS / S::CLUSTER; /* weight rows of a box */
   constexpr uint16_t BOTH = (1 << S::CLUSTER) - 1;
-  const int octets = wgmma_channels<S>(args.g) / 8, rank = cluster_ctarank(); /* of channels */
-  const int weight_k = k0 / S::BK * S::WEIGHT_LINE;
+  const int rank = cluster_ctarank();
   uint64_t *full = &smem.full[at.stage];
-  typename S::W *weights = smem.weights[at.stage];
   typename S::X *rows = smem.rows[at.stage];
-  const uint32_t weight_bytes = S::COLUMNS * S::WEIGHT_LINE * sizeof(typename S::W),
-                 row_bytes = boxes * BOX * sizeof(typename S::X) * S::BK;
+  const uint32_t row_bytes = boxes * BOX * sizeof(typename S::X) * S::BK;
   uint64_t *rows_full = full;
   if constexpr (S::WOVEN) {
     rows_full = &smem.rows_there[at.stage];
     mbarrier_arrive_expect_tx(rows_full, row_bytes);
-    mbarrier_arrive_expect_tx(full, weight_bytes);
+    mbarrier_arrive_expect_tx(full, WEIGHT_BYTES<S>);
   } else {
-    mbarrier_arrive_expect_tx(full, weight_bytes + row_bytes + others);
+    mbarrier_arrive_expect_tx(full, WEIGHT_BYTES<S> + row_bytes + others);
   }
-  if constexpr (S::N_MAJOR) copy_n_major<S, PAIRED>(args, weights, tile, full, k0);
+#pragma unroll S::N_MAJOR ? 1 : 2
+  for (int i = 0; i < WEIGHT_BOXES<S, PAIRED>; i++) copy_weights<S, PAIRED>(args, smem, tile, i, at.stage, k0);
   if constexpr (PAIRED) {
-    if constexpr (!S::N_MAJOR)
-      cp_async_bulk_tensor_5d_multicast(weights + rank * HALF * S::WEIGHT_LINE, &args.weights, weight_k, 0, 0,
-                                        tile.n * octets + rank * (octets / 2), tile.expert, full, BOTH);
     for (int i = 0; i < boxes; i++)
 #pragma unroll
       for (int line = 0; line < S::LINES; line++)
         cp_async_bulk_tensor_2d(rows + (line * S::BM + i * BOX) * S::LINE, &args.rows, k0 + line * S::LINE,
                                 tile.row + i * BOX, rows_full);
   } else {
-    if constexpr (!S::N_MAJOR) {
-      cp_async_bulk_tensor_5d(weights, &args.weights, weight_k, 0, 0, tile.n * octets, tile.expert, full);
-      cp_async_bulk_tensor_5d(weights + HALF * S::WEIGHT_LINE, &args.weights, weight_k, 0, 0,
-                              tile.n * octets + octets / 2, tile.expert, full);
-    }
     for (int i = rank; i < boxes; i += S::CLUSTER)
 #pragma unroll
       for (int line = 0; line < S::LINES; line++)
@@ -343,7 +396,8 @@ DEVICE void produce_ordered(const gemm_sm90_args &args, wgmma_smem<S> &smem, con
   if constexpr (S::ACTIVATES) produce_kept<S>(activated_of<S>(args), smem, tile, at);
 }
 
-/* The same where all producers gather rows. */
+/* The same where all producers gather rows, and each warp asks for a box of weights at most: rows of one that asks for
+ * four would come late. */
 template <class S, bool PAIRED>
 DEVICE void produce_gathered(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &tile, int slot,
                              const gather<S> &rows, pipeline_state<S::STAGES> &at)
@@ -351,9 +405,12 @@ DEVICE void produce_gathered(const gemm_sm90_args &args, wgmma_smem<S> &smem, co
 #pragma unroll 1
   for (int k0 = 0; k0 < args.g.k; k0 += S::BK, at.advance()) {
     wait_for(&smem.empty[at.stage], at.phase ^ 1);
-    if (threadIdx.x < WARP_SIZE && elect_one()) {
-      if (k0 == 0) post_unit(smem, tile, slot);
-      copy_boxes<S, PAIRED>(args, smem, tile, 0, at, k0, 0);
+    if (warp_id() < WEIGHT_BOXES<S, PAIRED> && elect_one()) {
+      if (warp_id() == 0) {
+        if (k0 == 0) post_unit(smem, tile, slot);
+        mbarrier_arrive_expect_tx(&smem.full[at.stage], WEIGHT_BYTES<S>);
+      }
+      copy_weights<S, PAIRED>(args, smem, tile, warp_id(), at.stage, k0);
     }
     __syncwarp();
     rows.copy(args, smem, tile, at, k0);
@@ -401,6 +458,53 @@ template <class S, bool GATHERING> DEVICE void produce_units(const gemm_sm90_arg
   }
 }
 
+/* What a unit takes before its first copy can be asked for is longer than a stage: a search and divisions, rows that
+ * are asked for, fences. So one warp finds units and waits for what they read, never more than two ahead of the one
+ * that copies their stages. */
+template <class S> DEVICE void find_units(const gemm_sm90_args &args, wgmma_smem<S> &smem)
+{
+  uint32_t taken = 1;
+#pragma unroll 1
+  for (unit_scheduler<S> scheduler;; scheduler.advance(args.g, smem)) {
+    const cluster_unit unit = wgmma_unit<S>(args.g, smem.table, scheduler.index);
+    if (unit.tile.expert >= 0) {
+      scheduler.draw(args.g, smem);
+      if (unit.absent) continue;
+      if (copies<S>(args.g)) wait_for_rows(args.g, rows_to_copy(args.g), unit.tile.row, unit.tile.rows);
+      if (scheduler.draws(args.g)) wait_for_h(args.g, smem.table, unit.tile.expert);
+    }
+    wait_for(&smem.found_taken, taken);
+    taken ^= 1;
+    __syncwarp(); /* no lane still waits for the phase that the next unit ends */
+    if (lane_id() == 0) {
+      smem.found = unit;
+      mbarrier_arrive(&smem.found_ready);
+    }
+    __syncwarp();
+    if (unit.tile.expert < 0) return;
+  }
+}
+
+template <class S> DEVICE void produce_found(const gemm_sm90_args &args, wgmma_smem<S> &smem)
+{
+  pipeline_state<S::STAGES> at;
+  int slot = 0;
+#pragma unroll 1
+  for (uint32_t ready = 0;; ready ^= 1) {
+    wait_for(&smem.found_ready, ready);
+    const cluster_unit unit = smem.found;
+    __syncwarp();
+    if (unit.tile.expert < 0) return produce_end<S>(smem, unit.tile, slot, false, at);
+    if (lane_id() == 0) mbarrier_arrive(&smem.found_taken);
+    fence_proxy_async_global(); /* what the other warp has waited for */
+    if (unit.paired)
+      produce_ordered<S, true>(args, smem, unit.tile, slot, at);
+    else
+      produce_ordered<S, false>(args, smem, unit.tile, slot, at);
+    slot = (slot + 1) % UNITS_AHEAD;
+  }
+}
+
 template <class S> DEVICE void produce(const gemm_sm90_args &args, wgmma_smem<S> &smem, const copy_beside_args *beside)
 {
   if (S::GATHERED && S::gathers(args.g)) return produce_units<S, S::GATHERED>(args, smem);
@@ -410,10 +514,16 @@ template <class S> DEVICE void produce(const gemm_sm90_args &args, wgmma_smem<S>
   } else if constexpr (S::PACKED) {
     if (helps) produce_factors<S>(args, smem);
   }
-  if (copies<S>(args.g) && warp_id() != 0 && !helps) return copy_rows<typename S::X>(args.g);
-  if constexpr (S::DRAWS)
-    if (warp_id() != 0) return copy_beside(*beside);
-  if (warp_id() == 0) produce_units<S, false>(args, smem);
+  if constexpr (S::FINDS) {
+    if (warp_id() == 0) produce_found<S>(args, smem);
+    if (warp_id() == 1) find_units<S>(args, smem);
+    if (warp_id() > 1 && copies<S>(args.g)) return copy_rows<typename S::X>(args.g);
+  } else {
+    if (copies<S>(args.g) && warp_id() != 0 && !helps) return copy_rows<typename S::X>(args.g);
+    if constexpr (S::DRAWS)
+      if (warp_id() != 0) return copy_beside(*beside);
+    if (warp_id() == 0) produce_units<S, false>(args, smem);
+  }
   wait_for_earlier_grids(); /* if not yet */
 }
 
@@ -527,6 +637,10 @@ DEVICE void wgmma_gemm(const gemm_sm90_args &args, wgmma_smem<S> &smem, const co
     for (int i = 0; i < UNITS_AHEAD; i++) mbarrier_init(&smem.drawn_ready[i], 1);
     if constexpr (S::PACKED)
       for (int i = 0; i < UNITS_AHEAD; i++) mbarrier_init(&smem.posted[i], 1);
+    if constexpr (S::FINDS) {
+      mbarrier_init(&smem.found_ready, 1);
+      mbarrier_init(&smem.found_taken, 1);
+    }
     fence_mbarrier_init();
   }
   if (S::DRAWS ? !args.g.protocol.early_inputs : !unit_scheduler<S>::draws(args.g)) wait_for_earlier_grids();
