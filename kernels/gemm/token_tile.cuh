@@ -289,7 +289,7 @@ DEVICE void multiply_tokens(const gemm_args &args, bool up_first, pipeline_smem<
 {
   using tile = token_tile<S>;
   const int pieces = pieces_of<S>(unit);
-  if (pieces > 1 && !S::gathers(args)) return multiply_held_tokens<S>(args, smem, scales, at, unit, acc);
+  if (pieces > 1) return multiply_held_tokens<S>(args, smem, scales, at, unit, acc);
   const token_weight_scale<S> weights(args, up_first, unit.expert,
                                       channel + share_of<S>(pieces).piece * tile::CHANNELS);
   const int place = token_scale_place<S>(args, unit, share_of<S>(pieces).block);

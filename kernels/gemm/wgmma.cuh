@@ -40,13 +40,15 @@ struct wgmma_shape : pipeline_shape<PRODUCT, BM, BN, BK, STAGES, WARPS> {
   static constexpr bool FINDS = PRODUCT::SCALED; /* a warp of producers finds units while another copies stages */
   static constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 56; /* 384 threads start with 168 each */
 
+  static constexpr bool BESIDE = GATHERED && same_type<typename PRODUCT::X, e4m3>; /* two warps gather */
+  static constexpr int GATHERERS = BESIDE ? 64 : wgmma_shape::GROUP;
   /* Gathering: 8 threads copy the 128 bytes of a row. */
-  static constexpr int GATHER_ROWS = wgmma_shape::GROUP / 8, GATHERS = BM / GATHER_ROWS;
+  static constexpr int GATHER_ROWS = GATHERERS / 8, GATHERS = BM / GATHER_ROWS;
 
   /* Whether rows of A are anywhere, as the route says, or one after another. */
   DEVICE static bool gathers(const gemm_args &args)
   {
-    return GATHERED && args.row_pair && !args.packed && !args.protocol.x_copy;
+    return GATHERED && args.row_pair && !args.packed && (BESIDE || !args.protocol.x_copy);
   }
 };
 
@@ -118,7 +120,7 @@ template <class S> DEVICE cluster_unit wgmma_unit(const gemm_args &args, const t
 
 template <class S> DEVICE bool copies(const gemm_args &args)
 {
-  return S::GATHERED && args.protocol.x_copy;
+  return S::GATHERED && args.protocol.x_copy && !S::gathers(args);
 }
 
 /* Units of a grid go to its clusters in turn. A down that does not wait for the end of up draws tickets instead, so
@@ -169,7 +171,8 @@ template <class S> struct unit_scheduler {
 template <class S> struct gather {
   int32_t source[S::GATHERS];
 
-  DEVICE static int row_of(int i) { return threadIdx.x / 8 + i * S::GATHER_ROWS; }
+  DEVICE static int thread() { return threadIdx.x % S::GATHERERS; }
+  DEVICE static int row_of(int i) { return thread() / 8 + i * S::GATHER_ROWS; }
 
   DEVICE void set_unit(const gemm_args &args, const tile_unit &unit)
   {
@@ -205,7 +208,7 @@ template <class S> struct gather {
   DEVICE void copy(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &unit,
                    const pipeline_state<S::STAGES> &at, int k0) const
   {
-    const int row = threadIdx.x / 8, vector = threadIdx.x % 8, k = k0 + vector * operand<typename S::X>::PER_16;
+    const int row = thread() / 8, vector = threadIdx.x % 8, k = k0 + vector * operand<typename S::X>::PER_16;
     const char *from = static_cast<const char *>(args.g.a) + (int64_t)k * sizeof(typename S::X);
     const uint32_t to = shared_address(smem.rows[at.stage]) + row * 128 + (vector ^ row % 8) * 16;
 #pragma unroll
@@ -332,7 +335,8 @@ template <class S, bool PAIRED>
 DEVICE void produce_ordered(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &tile, int slot,
                             pipeline_state<S::STAGES> &at)
 {
-  const int boxes = ceil_div(tile.rows, ROWS_OF_BOX(S::BITS));
+  const bool beside = S::BESIDE && S::gathers(args.g);
+  const int boxes = beside ? 0 : ceil_div(tile.rows, ROWS_OF_BOX(S::BITS));
   ordered_scales<S> scales(args.g, tile);
   producer_scales<S> weights(args.g, args.up_first, tile);
 #pragma unroll 1
@@ -342,8 +346,8 @@ DEVICE void produce_ordered(const gemm_sm90_args &args, wgmma_smem<S> &smem, con
       weights.put(args.g, smem, at.stage, k0 / S::BK);
     if (elect_one()) {
       if (k0 == 0) post_unit(smem, tile, slot);
-      copy_boxes<S, PAIRED>(args, smem, tile, boxes, at, k0, S::SCALED ? scales.bytes : 0);
-      if constexpr (S::SCALED)
+      copy_boxes<S, PAIRED>(args, smem, tile, boxes, at, k0, S::SCALED && !beside ? scales.bytes : 0);
+      if (S::SCALED && !beside)
         cp_async_bulk(row_scales_of<S>(smem, at), scales.next, scales.bytes, &smem.full[at.stage]);
     }
     scales.next += scales.step;
@@ -457,9 +461,36 @@ template <class S> DEVICE void produce_found(const gemm_sm90_args &args, wgmma_s
   }
 }
 
+/* Rows of the units found, by the warps that neither find nor copy weights. */
+template <class S> DEVICE void gather_found(const gemm_sm90_args &args, wgmma_smem<S> &smem)
+{
+  pipeline_state<S::STAGES> at;
+  gather<S> rows;
+#pragma unroll 1
+  for (uint32_t ready = 0;; ready ^= 1) {
+    wait_for(&smem.found_ready, ready);
+    const tile_unit tile = smem.found.tile;
+    __syncwarp();
+    if (tile.expert < 0) break;
+    if (lane_id() == 0) mbarrier_arrive(&smem.found_taken);
+    rows.set_unit(args.g, tile);
+#pragma unroll 1
+    for (int k0 = 0; k0 < args.g.k; k0 += S::BK, at.advance()) {
+      wait_for(&smem.empty[at.stage], at.phase ^ 1);
+      __syncwarp();
+      rows.copy(args, smem, tile, at, k0);
+    }
+  }
+  wait_for(&smem.empty[at.stage], at.phase ^ 1);
+  mbarrier_arrive(&smem.full[at.stage]);
+}
+
 template <class S> DEVICE void produce(const gemm_sm90_args &args, wgmma_smem<S> &smem, const copy_beside_args *beside)
 {
-  if (S::GATHERED && S::gathers(args.g)) return produce_units<S, S::GATHERED>(args, smem);
+  if constexpr (S::BESIDE) {
+    if (S::gathers(args.g) && warp_id() > 1) return gather_found<S>(args, smem);
+  }
+  if (S::GATHERED && !S::BESIDE && S::gathers(args.g)) return produce_units<S, S::GATHERED>(args, smem);
   const bool helps = S::PACKED && warp_id() > 0 && warp_id() <= S::HELPERS;
   if constexpr (S::WOVEN) {
     if (helps) weave<S>(args, smem);
@@ -582,7 +613,7 @@ DEVICE void wgmma_gemm(const gemm_sm90_args &args, wgmma_smem<S> &smem, const co
     prefetch_tensormap(&args.weights);
     if (!S::gathers(args.g)) prefetch_tensormap(&args.rows);
     for (int s = 0; s < S::STAGES; s++) {
-      mbarrier_init(&smem.full[s], S::gathers(args.g) ? 1 + S::GROUP : 1 + S::HELPERS);
+      mbarrier_init(&smem.full[s], S::gathers(args.g) ? 1 + S::GATHERERS : 1 + S::HELPERS);
       mbarrier_init(&smem.empty[s], S::CLUSTER * S::CONSUMERS * S::GROUP / WARP_SIZE);
       if constexpr (S::WOVEN) mbarrier_init(&smem.rows_there[s], 1);
     }
@@ -591,7 +622,7 @@ DEVICE void wgmma_gemm(const gemm_sm90_args &args, wgmma_smem<S> &smem, const co
       for (int i = 0; i < UNITS_AHEAD; i++) mbarrier_init(&smem.posted[i], 1);
     if constexpr (S::FINDS) {
       mbarrier_init(&smem.found_ready, 1);
-      mbarrier_init(&smem.found_taken, 1);
+      mbarrier_init(&smem.found_taken, S::BESIDE && S::gathers(args.g) ? 3 : 1);
     }
     fence_mbarrier_init();
   }
