@@ -34,7 +34,7 @@ static void add_remarks(text *t, const layer_plan *p, stage s)
   if (s == STAGE_few_up && p->few_fills) add(t, "; a memset fills its words first");
   if (s == STAGE_few_down) add(t, "; does down, combine");
   if (s == STAGE_router && p->few_in_one) add(t, "; fills few_up's words");
-  if (s == STAGE_up && p->copies_rows) add(t, "; puts its rows in order in y first");
+  if (s == STAGE_up && p->copies_rows) add(t, "; puts its rows in order first");
   if (s == STAGE_up && p->codes_h) add(t, "; makes the codes of h");
   if (s == STAGE_down && p->by_expert) add(t, "; waits for h expert by expert");
   if (s == STAGE_combine && p->discards_rows) add(t, "; discards h and y from L2");

@@ -483,8 +483,8 @@ static void link_experts(const pass *p, gemm_args *up, gemm_args *down)
   up->protocol.progress = down->protocol.progress = region(p, lp->at.progress);
   up->protocol.by_expert = down->protocol.by_expert = lp->by_expert;
   up->protocol.evict_last = down->protocol.evict_last = lp->discards_rows;
-  /* An expert's rows: up is the last to read them there, down the first to write. */
-  if (lp->copies_rows) up->protocol.x_copy = down->c;
+  /* An expert's rows: up is the last to read them there, down the first to write. Of codes: plan.c. */
+  if (lp->copies_rows) up->protocol.x_copy = up->rows.mode == ROWS_AS_THEY_ARE ? down->c : region(p, lp->at.x_copy);
 }
 
 static combine_args combine_pass(const pass *p)

@@ -493,6 +493,16 @@ static void carve_codes(carver *c, const cumoe_format *f, int64_t rows, int32_t 
   if (!f->act_order) *scale = carve(c, ROW_GROUPS(r, cols), SCALE_LD(rows), sizeof(float));
 }
 
+/* Codes of x in row order. They can't lie where y will, as other rows do: a row of y is as long as those of two, and
+ * down writes an expert's as soon as its h is there, while up still reads the next experts'. */
+static void carve_copy(carver *c, const cumoe_moe_desc *d, int64_t pairs, workspace_layout *w)
+{
+  const cumoe_format *f = &d->up_format;
+  if (!changes_rows(f) || by_expert(f)) return;
+  w->x_copy = carve(c, pairs, d->hidden, 1);
+  (void)carve(c, ROW_GROUPS(rows_of(f, NULL), d->hidden), SCALE_LD(pairs), sizeof(float)); /* right behind the codes */
+}
+
 /* dealt: how units are cut. One token's into as many parts as CTAs end together by; of several the last units of down
  * alone into small ones, at most LAST_ITEMS parts, and that where parts have more than LONG_ITEM chunks. */
 enum { DEALT_CTAS = 132, LAST_ITEMS = 4 * DEALT_CTAS, LONG_ITEM = 16 };
@@ -649,6 +659,7 @@ bool plan_workspace_layout(const cumoe_moe_desc *d, int64_t tokens, workspace_la
   carve_parts(&c, d, tokens, w);
   carve_codes(&c, &d->up_format, by_expert(&d->up_format) ? pairs : tokens, d->hidden, &w->x_codes, &w->x_scale);
   carve_codes(&c, &d->down_format, pairs, d->inter, &w->h_codes, &w->h_scale);
+  carve_copy(&c, d, pairs, w);
   carve_fixed(&c, &d->up_format, d->dtype, min64(tokens, fixed_most(d) / k), d->hidden, &w->x_scale);
   carve_fixed(&c, &d->down_format, d->dtype, min64(pairs, fixed_most(d)), d->inter, &w->h_scale);
   if (d->shared_inter) {

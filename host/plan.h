@@ -62,6 +62,7 @@ typedef struct workspace_layout {
   size_t logits, ids, weights, counts, offsets, row_pair, slot_row, hist, progress, h, few_words, y, shared_h, shared_y,
       shared_logit;
   size_t x_codes, x_scale, h_codes, h_scale; /* where activations are quantised, or have another order */
+  size_t x_copy;                             /* of codes; other rows are copied to y */
   size_t shared_x_codes, shared_x_scale, shared_h_codes, shared_h_scale;
   cut_layout cut[2];            /* kernels/dealt.h: of up, of down */
   size_t few_items, dealt_fill; /* likewise; bytes from h to their end */

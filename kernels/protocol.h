@@ -4,16 +4,17 @@
  *
  *   memory           filled before     written by         read by           lies in          lifetime
  *   progress         zeros, by map     up, down           up, down          own region       map to down
- *   x_copy           -                 up                 up                y                up
+ *   x_copy           -                 up                 up                y, or own (1)    up
  *   lines of h, y    -                 up, down           combine           h, y             up to combine
  *   few.weights      ones, by router   few_up             few_up            own region       router to few_up
  *   few.tickets      ones, by router   few_up             few_up            behind weights   router to few_up
  *   h of few_up      ones, by router   few_up             few_up            h                router to few_up
  *
- * Sizes: PROGRESS_WORDS int32_t; x_copy [T k, hidden], exactly what y has (codes take half, their scales a part of the
- * rest); FEW_BYTES for weights and tickets. The
- * workspace (host/plan.c) gives each its region, and records the range that the router fills where it places it. A
+ * Sizes: PROGRESS_WORDS int32_t; x_copy [T k, hidden], exactly what y has; FEW_BYTES for weights and tickets.
+ * The workspace (host/plan.c) gives each its region, and records the range that the router fills where it places it. A
  * region is dead outside its lifetime, so no launch depends on what an earlier forward left there.
+ * (1) Codes of x, with their scales behind them, have their own region: they are half as long as rows of y, so down,
+ * which begins with an expert when its h is there, would write over other experts'.
  */
 #ifndef CUMOE_PROTOCOL_H
 #define CUMOE_PROTOCOL_H

@@ -951,7 +951,7 @@ typedef struct region {
   size_t at;
   wide bytes;
 } region;
-enum { MAX_REGIONS = 25 };
+enum { MAX_REGIONS = 26 };
 
 /* Scales of a row of quantised activations. */
 static wide groups_of(const cumoe_format *f, int64_t cols)
@@ -1005,6 +1005,13 @@ static wide y_bytes(const cumoe_moe_desc *d, wide tokens)
   return room > y ? room : y;
 }
 
+/* Codes of x in row order, and their scales behind them; rows that are ordered already are not copied. */
+static wide copied_codes(const cumoe_format *f, wide rows, int64_t cols)
+{
+  if (!f->rows || f->act_order || f->rows == CUMOE_ROWS_STATIC_EXPERT) return 0;
+  return (rows * cols + 15) / 16 * 16 + (rows + 3) / 4 * 4 * groups_of(f, cols) * 4;
+}
+
 static int regions_of(const cumoe_moe_desc *d, int64_t tokens, const workspace_layout *w, region *out)
 {
   const wide k = d->routing.top_k, t = tokens, element = d->dtype == CUMOE_F32 ? 4 : 2, local = d->local_experts;
@@ -1033,6 +1040,7 @@ static int regions_of(const cumoe_moe_desc *d, int64_t tokens, const workspace_l
       CODES(x, d->up_format, d->up_format.act_order || d->up_format.rows == CUMOE_ROWS_STATIC_EXPERT ? t * k : t,
             d->hidden),
       CODES(h, d->down_format, t * k, d->inter),
+      {"x_copy", w->x_copy, copied_codes(&d->up_format, t * k, d->hidden)},
       {"fixed_x", w->x_scale,
        fixed_scales(&d->up_format, d->dtype, t < local * 64 / k ? t : local * 64 / k, d->hidden)},
       {"fixed_h", w->h_scale,
@@ -1763,6 +1771,9 @@ static void test_codes_of_h(void)
     case_begin("layer %d", what);
     CHECK(p.refused == STAGE_COUNT && p.codes_h == made && p.by_expert == made);
     CHECK(made == (p.steps[STAGE_quantize_h].row < 0) && p.steps[STAGE_quantize_x].row >= 0);
+    /* Down writes y while up reads its rows, codes and their scales, which lie behind it, in a place of their own. */
+    const size_t pairs = 1024 * 2, copied = pairs * 2048 + pairs * 2048 / 128 * sizeof(float);
+    CHECK(p.at.x_copy >= p.at.y + pairs * 2048 * 2 && p.at.x_copy + copied <= p.at.bytes);
     case_end();
   }
   case_begin("a forced quantize");

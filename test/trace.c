@@ -169,6 +169,21 @@ static void test_arguments(void)
   case_end();
 }
 
+/* Both projections in fp8, stacked. */
+static void codes_layer(world *w)
+{
+  cumoe_moe_desc d = describe(CUMOE_BF16);
+  d.up_format = d.down_format = cumoe_format_fp8_block(CUMOE_F32);
+  open_one(w);
+  CHECK_OK(cumoe_plan_create(w->context, &d, &w->plan));
+  cumoe_weights_desc weights = describe_weights(w, CUMOE_E4M3, EXPERTS, INTER, CUMOE_GATE_UP_CONCAT);
+  weights.up_format = weights.down_format = d.up_format;
+  weights.dtype = CUMOE_BF16;
+  weights.gate_up.scale.data = lend_in(w, CUMOE_F32, EXPERTS * 2 * INTER / 128, HIDDEN / 128);
+  weights.down.scale.data = lend_in(w, CUMOE_F32, EXPERTS * HIDDEN / 128, INTER / 128);
+  CHECK_OK(cumoe_weights_bind(w->context, &weights, &w->weights));
+}
+
 /* Many tokens: up copies its rows to where down will write, and counts in what the map has cleared. */
 static void test_copy_arguments(void)
 {
@@ -189,6 +204,16 @@ static void test_copy_arguments(void)
   const combine_args *combine = shim_last_args("combine");
   CHECK(combine->protocol.discard_h == up->g.c && combine->protocol.discard_h_row == INTER * 2 &&
         up->g.protocol.evict_last && down->g.protocol.evict_last);
+  end_world(&w);
+  case_end();
+  case_begin("codes lie apart from y, which down writes while up reads");
+  w = (world){.next = SHIM_LENT};
+  codes_layer(&w);
+  CHECK_OK(run_logits(&w));
+  up = shim_last_args("cumoe_up_sm90_wgmma"), down = shim_last_args("cumoe_down_sm90_wgmma");
+  CHECK(up && down && up->g.rows.mode != ROWS_AS_THEY_ARE && up->g.protocol.by_expert && down->g.protocol.by_expert);
+  const char *y = down->g.c, *copy = up->g.protocol.x_copy, *y_end = y + up->g.rows_cap * HIDDEN * 2;
+  CHECK(copy && (copy >= y_end || copy + up->g.rows_cap * (HIDDEN + HIDDEN / 128 * 4) <= y));
   end_world(&w);
   case_end();
   case_begin("stages: what is lent is not discarded");
