@@ -168,9 +168,10 @@ $(OBJ)/toolkit: $(if $(and $(CUDA_INCLUDE),$(CUDA_LIB),$(shell command -v $(NVCC
 
 # ptxas reports registers and spills of every kernel; the report stays beside the cubin, for `make check`. Printed are
 # warnings, and wgmmas that it makes wait for each other (C7510 and on, of which it says no more than "info").
+complaints = grep -iE 'warning|C75[0-9]{2}'
 one_ptx = $(if $(filter $*,$(ONE_PTX)),-DCUMOE_ONE_PTX)
 nvcc_compile = $(NVCC) $(1) $(NV_FLAGS) $(one_ptx) $(NVCCFLAGS) -MMD -MP -MF $@.d -MT $@ -o $@ $< > $@.log 2>&1 \
-	|| { cat $@.log >&2; exit 1; }; grep -iE 'warning|C75[0-9]{2}' $@.log >&2; \
+	|| { cat $@.log >&2; exit 1; }; $(complaints) $@.log >&2; \
 	sed -i -e '/^[^ ]*variants\.def *:/d' -e 's|[^ ]*variants\.def||' $@.d
 
 # The rows of kernels/variants.def that a stem expands, rewritten when they change: instead of the whole table they make
@@ -197,7 +198,7 @@ define assemble_rule
 $(OBJ)/%.sm_$(1).cubin: $(OBJ)/%.compute_$(2).ptx
 	$$(call begin,PTXAS)
 	$(Q)$(if $(3),sed $(3) $$< > $$@.ptx && )$(NVCC) -cubin -arch=sm_$(1) $(NV_FLAGS) $(NVCCFLAGS) -o $$@ \
-	$(if $(3),$$@.ptx,$$<) > $$@.log 2>&1 || { cat $$@.log >&2; exit 1; }; grep -iE 'warning|C75[0-9]{2}' $$@.log >&2; true
+	$(if $(3),$$@.ptx,$$<) > $$@.log 2>&1 || { cat $$@.log >&2; exit 1; }; $(complaints) $$@.log >&2; true
 endef
 $(foreach a,$(filter $(PTX),$(ARCHS)),$(eval $(call assemble_rule,$a,$a)))
 $(if $(filter 90a,$(ARCHS)),$(eval $(ONE_PTX:%=$(OBJ)/%.sm_90a.cubin): $(call assemble_rule,90a,$(PTX),\

@@ -497,10 +497,8 @@ static void carve_codes(carver *c, const cumoe_format *f, int64_t rows, int32_t 
  * down writes an expert's as soon as its h is there, while up still reads the next experts'. */
 static void carve_copy(carver *c, const cumoe_moe_desc *d, int64_t pairs, workspace_layout *w)
 {
-  const cumoe_format *f = &d->up_format;
-  if (!changes_rows(f) || by_expert(f)) return;
-  w->x_copy = carve(c, pairs, d->hidden, 1);
-  (void)carve(c, ROW_GROUPS(rows_of(f, NULL), d->hidden), SCALE_LD(pairs), sizeof(float)); /* right behind the codes */
+  size_t scale; /* right behind the codes: COPIED_SCALES */
+  if (!by_expert(&d->up_format)) carve_codes(c, &d->up_format, pairs, d->hidden, &w->x_copy, &scale);
 }
 
 /* dealt: how units are cut. One token's into as many parts as CTAs end together by; of several the last units of down
