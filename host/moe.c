@@ -425,6 +425,7 @@ static void quantize_routed(const pass *p, const struct weights *w, layer_argume
   const token_count rows = rows_of_route(p, down->rows_cap);
   l->x = quantize_arguments(p->plan, up, w->up_order.by_expert ? rows : p->tokens, &w->up_order, region(p, at->x_codes),
                             region(p, at->x_scale));
+  l->x.early_inputs = p->lp.steps[STAGE_router].row >= 0; /* the router, ahead of it, has waited for all before */
   l->h = quantize_arguments(p->plan, down, rows, &w->down_order, region(p, at->h_codes), region(p, at->h_scale));
 }
 
@@ -469,6 +470,7 @@ static void quantize_shared(const pass *p, layer_arguments *l)
   const workspace_layout *at = &p->lp.at;
   l->shared_x = quantize_arguments(p->plan, &l->shared_up.gemm.g, p->tokens, &p->shared->up_order,
                                    region(p, at->shared_x_codes), region(p, at->shared_x_scale));
+  l->shared_x.early_inputs = p->lp.steps[STAGE_router].row >= 0;
   l->shared_h = quantize_arguments(p->plan, &l->shared_down.gemm.g, p->tokens, &p->shared->down_order,
                                    region(p, at->shared_h_codes), region(p, at->shared_h_scale));
 }

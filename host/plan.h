@@ -11,9 +11,9 @@
 
 /* The launches of a layer, in their order. A layer has either few_up (and few_down), or map, up, down and combine. */
 #define STAGE_LIST(X)                                                                                                  \
+  X(router, router)                                                                                                    \
   X(quantize_x, quantize)                                                                                              \
   X(shared_quantize_x, quantize)                                                                                       \
-  X(router, router)                                                                                                    \
   X(gate, gate)                                                                                                        \
   X(map_count, map_count)                                                                                              \
   X(map, map)                                                                                                          \

@@ -228,6 +228,7 @@ typedef struct quantize_args {
   int32_t cols, dtype;
   row_format format;
   int32_t by_expert, experts, top_k;
+  int32_t early_inputs;              /* protocol.h */
   const int32_t *offsets, *row_pair; /* [experts + 1]; [rows] */
   int64_t x_rows, static_stride, order_stride;
   const int32_t *order;

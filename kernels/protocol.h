@@ -29,6 +29,8 @@
  * started is then visible without waiting, and `early_inputs` says that a kernel's small inputs are of that kind:
  *   up, down   weights, counts, offsets; of down_drawn rows and tickets, too, and nobody reads any more where c will be
  *   combine    slot_row, pair_weights, the device's token count
+ *   quantize   all there is, and nobody reads any more what it writes: it works beside the grid before it, and waits at
+ *              its end, for whoever waits for it
  */
 
 /* ---- progress: up and down of many tokens ---- */

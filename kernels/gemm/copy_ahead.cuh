@@ -80,13 +80,15 @@ DEVICE void copy_row_scales(const gemm_args &args, int32_t first, int count, int
 template <class X> DEVICE void copy_rows(const gemm_args &args)
 {
   const int32_t total = rows_to_copy(args), tickets = total ? (total - 1) / COPY_TICKET + 1 : 0;
-  const int32_t pairs = (int32_t)token_total(args.tokens) * args.top_k; /* below 2^31 */
+  int32_t pairs = (int32_t)token_total(args.tokens) * args.top_k; /* below 2^31 */
   int32_t pair, next_pair;
   int32_t ticket = draw_rows(args, total, pair);
 #pragma unroll 1
   while (ticket < tickets) {
     const int32_t next = draw_rows(args, total, next_pair), first = ticket * COPY_TICKET;
     const int count = min(COPY_TICKET, total - first);
+    if constexpr (operand<X>::BITS == 8)
+      pairs = (int32_t)token_total(args.tokens) * args.top_k; /* registers are full */
     const bool there = (uint32_t)pair < (uint32_t)pairs;
     if (!there) report_fault_inline(args.fault, FAULT_ROUTE, 0, pair);
     const int32_t token = there ? (int32_t)((uint32_t)pair / (uint32_t)args.top_k) : -1;

@@ -35,8 +35,9 @@ struct wgmma_shape : pipeline_shape<PRODUCT, BM, BN, BK, STAGES, WARPS> {
   /* Of codes of e4m3: a piece's channels of eight tokens (token_store.cuh). */
   static constexpr int STAGED =
       same_type<typename PRODUCT::X, e4m3> ? PRODUCT::EPILOGUE == EPILOGUE_activation ? 2 : 4 : 1;
-  static constexpr bool WOVEN = false; /* rows are put into another order in their stages (gemm/packed.cuh) */
-  static constexpr int HELPERS = 0;    /* warps of producers that arrive at a stage's `full`, too */
+  static constexpr bool WOVEN = false;           /* rows are put into another order in their stages (gemm/packed.cuh) */
+  static constexpr int HELPERS = 0;              /* warps of producers that arrive at a stage's `full`, too */
+  static constexpr bool FINDS = PRODUCT::SCALED; /* a warp of producers finds units while another copies stages */
   static constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 56; /* 384 threads start with 168 each */
 
   /* Gathering: 8 threads copy the 128 bytes of a row. */
@@ -55,7 +56,22 @@ template <class S, bool WOVEN = S::WOVEN> struct packed_stages : factor_stages<S
 template <class S> struct packed_stages<S, true> : woven_stages<S> {
 };
 
-template <class S> struct wgmma_smem : pipeline_smem<S>, packed_stages<S>, token_scale_stages<S> {
+/* A unit of a cluster as one of its CTAs sees it. */
+struct cluster_unit {
+  tile_unit tile; /* expert -1: past the last unit */
+  bool paired;    /* the CTAs have two row tiles of the same channels; else neighbouring channels of one row tile */
+  bool absent;    /* neither has channels: an odd number of channel tiles, paired */
+};
+
+/* Of codes of a byte, whose stages are short: the unit that comes next, found by a warp of its own. */
+template <class S, bool FINDS = S::FINDS> struct unit_found {
+};
+template <class S> struct unit_found<S, true> {
+  cluster_unit found;
+  uint64_t found_ready, found_taken;
+};
+
+template <class S> struct wgmma_smem : pipeline_smem<S>, packed_stages<S>, token_scale_stages<S>, unit_found<S> {
   int32_t drawn[UNITS_AHEAD];
   uint64_t drawn_ready[UNITS_AHEAD];
 };
@@ -69,13 +85,6 @@ template <class S> DEVICE int wgmma_channels(const gemm_args &args)
 {
   return S::gated(args) ? S::COLUMNS / 2 : S::COLUMNS;
 }
-
-/* A unit of a cluster as one of its CTAs sees it. */
-struct cluster_unit {
-  tile_unit tile; /* expert -1: past the last unit */
-  bool paired;    /* the CTAs have two row tiles of the same channels; else neighbouring channels of one row tile */
-  bool absent;    /* neither has channels: an odd number of channel tiles, paired */
-};
 
 /* Row tiles by twos, then one that is left over. Of the twos row tiles advance first, inside bands, then channels. Of
  * one that is left over an odd channel tile is shared by rows where units are drawn: half for each. */
@@ -449,6 +458,53 @@ template <class S, bool GATHERING> DEVICE void produce_units(const gemm_sm90_arg
   }
 }
 
+/* What a unit takes before its first copy can be asked for is longer than a stage: a search and divisions, rows that
+ * are asked for, fences. So one warp finds units and waits for what they read, never more than two ahead of the one
+ * that copies their stages. */
+template <class S> DEVICE void find_units(const gemm_sm90_args &args, wgmma_smem<S> &smem)
+{
+  uint32_t taken = 1;
+#pragma unroll 1
+  for (unit_scheduler<S> scheduler;; scheduler.advance(args.g, smem)) {
+    const cluster_unit unit = wgmma_unit<S>(args.g, smem.table, scheduler.index);
+    if (unit.tile.expert >= 0) {
+      scheduler.draw(args.g, smem);
+      if (unit.absent) continue;
+      if (copies<S>(args.g)) wait_for_rows(args.g, rows_to_copy(args.g), unit.tile.row, unit.tile.rows);
+      if (scheduler.draws(args.g)) wait_for_h(args.g, smem.table, unit.tile.expert);
+    }
+    wait_for(&smem.found_taken, taken);
+    taken ^= 1;
+    __syncwarp(); /* no lane still waits for the phase that the next unit ends */
+    if (lane_id() == 0) {
+      smem.found = unit;
+      mbarrier_arrive(&smem.found_ready);
+    }
+    __syncwarp();
+    if (unit.tile.expert < 0) return;
+  }
+}
+
+template <class S> DEVICE void produce_found(const gemm_sm90_args &args, wgmma_smem<S> &smem)
+{
+  pipeline_state<S::STAGES> at;
+  int slot = 0;
+#pragma unroll 1
+  for (uint32_t ready = 0;; ready ^= 1) {
+    wait_for(&smem.found_ready, ready);
+    const cluster_unit unit = smem.found;
+    __syncwarp();
+    if (unit.tile.expert < 0) return produce_end<S>(smem, unit.tile, slot, false, at);
+    if (lane_id() == 0) mbarrier_arrive(&smem.found_taken);
+    fence_proxy_async_global(); /* what the other warp has waited for */
+    if (unit.paired)
+      produce_ordered<S, true>(args, smem, unit.tile, slot, at);
+    else
+      produce_ordered<S, false>(args, smem, unit.tile, slot, at);
+    slot = (slot + 1) % UNITS_AHEAD;
+  }
+}
+
 template <class S> DEVICE void produce(const gemm_sm90_args &args, wgmma_smem<S> &smem, const copy_beside_args *beside)
 {
   if (S::GATHERED && S::gathers(args.g)) return produce_units<S, S::GATHERED>(args, smem);
@@ -458,10 +514,16 @@ template <class S> DEVICE void produce(const gemm_sm90_args &args, wgmma_smem<S>
   } else if constexpr (S::PACKED) {
     if (helps) produce_factors<S>(args, smem);
   }
-  if (copies<S>(args.g) && warp_id() != 0 && !helps) return copy_rows<typename S::X>(args.g);
-  if constexpr (S::DRAWS)
-    if (warp_id() != 0) return copy_beside(*beside);
-  if (warp_id() == 0) produce_units<S, false>(args, smem);
+  if constexpr (S::FINDS) {
+    if (warp_id() == 0) produce_found<S>(args, smem);
+    if (warp_id() == 1) find_units<S>(args, smem);
+    if (warp_id() > 1 && copies<S>(args.g)) return copy_rows<typename S::X>(args.g);
+  } else {
+    if (copies<S>(args.g) && warp_id() != 0 && !helps) return copy_rows<typename S::X>(args.g);
+    if constexpr (S::DRAWS)
+      if (warp_id() != 0) return copy_beside(*beside);
+    if (warp_id() == 0) produce_units<S, false>(args, smem);
+  }
   wait_for_earlier_grids(); /* if not yet */
 }
 
@@ -575,6 +637,10 @@ DEVICE void wgmma_gemm(const gemm_sm90_args &args, wgmma_smem<S> &smem, const co
     for (int i = 0; i < UNITS_AHEAD; i++) mbarrier_init(&smem.drawn_ready[i], 1);
     if constexpr (S::PACKED)
       for (int i = 0; i < UNITS_AHEAD; i++) mbarrier_init(&smem.posted[i], 1);
+    if constexpr (S::FINDS) {
+      mbarrier_init(&smem.found_ready, 1);
+      mbarrier_init(&smem.found_taken, 1);
+    }
     fence_mbarrier_init();
   }
   if (S::DRAWS ? !args.g.protocol.early_inputs : !unit_scheduler<S>::draws(args.g)) wait_for_earlier_grids();

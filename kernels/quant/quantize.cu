@@ -7,9 +7,11 @@ template <class X, class Q, int WARPS> DEVICE void quantize_codes(const quantize
 {
   static_assert(GROUP_LANES * EACH == GROUP, "half a warp a group");
   __shared__ float warp_most[WARPS];
-  wait_for_earlier_grids();
+  if (!a.early_inputs) wait_for_earlier_grids_alone();
+  let_next_grid_start();
   const row_range rows = {0, (int32_t)token_total(a.rows), blockIdx.x, gridDim.x};
   quantize_range<X, Q, WARPS>(a, rows, warp_most);
+  if (a.early_inputs) wait_for_earlier_grids_alone();
 }
 
 /* Rows into fixed point: four lanes a slab, which has been read before any of it is stored (codes may be x). */
