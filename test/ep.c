@@ -40,6 +40,7 @@ typedef struct world {
   bool replays, parts, counted, loses, dedup, exact, shared, residual, weigh_input, odd_ids, bias_row;
   bool routed, chosen, from_logits; /* ids and weights; ids; neither, and logits: else the router's */
   bool shortens;                    /* after its first call a rank waits for half a second only */
+  bool misplaces;                   /* the first expert's place names none of its rank; its slots weigh nothing */
   bool moves;                       /* every second call, experts in two places are in the second alone */
   bool apart, keeps, ungated;       /* router_x; ids_out and weights_out; a shared expert without a gate */
   bool by_few;                      /* the experts, on a GPU */
@@ -97,6 +98,16 @@ static void place_experts(world *w)
     if (w->local[r] == 0) w->held[r][w->local[r]++] = 0;
 }
 
+static void misplace(world *w)
+{
+  const int32_t rank = (int32_t)tensor_get(&w->placement, 0, 0) >> 16;
+  for (int32_t call = 0; call < 2; call++)
+    tensor_set(&w->placement, call * w->experts, 0, cumoe_ep_place(rank, w->local[rank]));
+  for (int64_t t = 0; t < w->ids.rows; t++)
+    for (int32_t slot = 0; slot < w->top_k; slot++)
+      if (tensor_get(&w->ids, t, slot) == 0) tensor_set(&w->weights, t, slot, 0);
+}
+
 static void make_kept(world *w)
 {
   w->ids_kept = tensor_new(CUMOE_I32, w->x.rows, w->top_k);
@@ -139,6 +150,7 @@ static void make_world(world *w)
   make_kept(w);
   if (w->weights.rows) tensor_set(&w->weights, 0, 0, 0);
   place_experts(w);
+  if (w->misplaces) misplace(w);
 }
 
 /* Rows first .. of a tensor. */
@@ -1423,6 +1435,53 @@ static const world worlds[] = {
      .counted = true,
      .exact = true,
      .routed = true},
+    {.name = "sums as lines, of two slices",
+     .ranks = 3,
+     .experts = 9,
+     .top_k = 3,
+     .dtype = CUMOE_BF16,
+     .hidden = 1024,
+     .inter = 64,
+     .capacity = 13,
+     .tokens = {13, 0, 7},
+     .spread = SCATTERED,
+     .residual = true},
+    {.name = "sums as lines, then as packets, in parts and rounds",
+     .ranks = 2,
+     .lanes = 2,
+     .experts = 8,
+     .top_k = 2,
+     .dtype = CUMOE_F32,
+     .hidden = 264,
+     .inter = 16,
+     .capacity = 18,
+     .tokens_max = 30,
+     .tokens = {30, 19},
+     .parts = true},
+    {.name = "sums as lines of five ranks, counted",
+     .ranks = 5,
+     .experts = 10,
+     .top_k = 1,
+     .dtype = CUMOE_F16,
+     .hidden = 240,
+     .inter = 16,
+     .capacity = 8,
+     .tokens = {8, 1, 0, 5, 3},
+     .spread = TWICE,
+     .counted = true,
+     .shared = true,
+     .routed = true},
+    {.name = "sums as lines, as packets and as rows, in turn",
+     .ranks = 2,
+     .experts = 8,
+     .top_k = 3,
+     .dtype = CUMOE_BF16,
+     .hidden = 328,
+     .inter = 24,
+     .capacity = 40,
+     .tokens_max = 39,
+     .tokens = {39, 20},
+     .varies = true},
     {.name = "sums of eight ranks, counted, in rounds",
      .ranks = 8,
      .experts = 16,
@@ -1865,6 +1924,18 @@ static void answers_on_gpus(void)
                      .exact = i < 2};
     run_world(&w, i == 1 || i == 2);
   }
+  for (int i = 0; i < 2 && !gave_up; i++) { /* who waits for what a rank does not have still gets an answer */
+    const world w = {.name = "an expert that its rank does not have",
+                     .ranks = 3,
+                     .experts = 4,
+                     .top_k = 1,
+                     .dtype = CUMOE_BF16,
+                     .capacity = 13,
+                     .tokens = {13, 0, 7},
+                     .routed = true,
+                     .misplaces = true};
+    run_world(&w, i);
+  }
 }
 
 static void begin_on_gpus(void)
@@ -1972,6 +2043,7 @@ static void check_layout(const ep_shape *s)
                  {l.lane + l.y, slots * row * answers},
                  {l.lane + l.slots, packets * (uint64_t)s->top_k * EP_PACKET},
                  {l.lane + l.sums, packets * (uint64_t)ep_packet_row(s)},
+                 {l.lane + l.lines, packets * (uint64_t)ep_line_row(s)},
                  {l.lane + few.x, few_slots * row},
                  {l.lane + few.ids, few_slots * (uint64_t)s->top_k * 4},
                  {l.lane + few.weights, few_slots * (uint64_t)s->top_k * 4},
