@@ -222,10 +222,10 @@ extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1)
       if (cta_of_grid(a) == 0) wait_for_tokens<MOVERS>(a, s, exchange);
     }
   } else {
-    const place_table t = take_places(a, at_hand);
+    const place_table t = take_places(g, a, at_hand);
     if (a.early) wait_in_put(a);
     check_token_count(g.tokens, g.fault);
-    gate_and_put_slots(g, a, t, tokens, exchange);
+    gate_and_put_slots(g, a, t, at_hand.bias, tokens, exchange);
   }
   if (ahead) return;
   if (tell_all(a, a.at.in, nullptr, flag, &counters_of(a)->put, exchange) && a.then_waits)

@@ -171,29 +171,34 @@ DEVICE gate_slot choose_slots_of(const gate_args &g, int64_t token, gate_scratch
   return route_token<8, false, true>(g, token, true, nullptr, scratch); /* shorter code: it is read once */
 }
 
-/* Copies for the warps that have the gate, made while they wait for the router: of a placement that is so small. */
-constexpr int PLACES_AT_HAND = 1024, ACTIVE_WORDS = EP_MAX_RANKS / 64;
+/* Copies for the warps that have the gate, made while they wait for the router: of a placement that is so small, and of
+ * what the gate adds to scores, which the layer's weights have driven out of L2 and the gate reads a row after the
+ * other. */
+constexpr int PLACES_AT_HAND = 1024, ACTIVE_WORDS = EP_MAX_RANKS / 64, BIAS_AT_HAND = 256;
 struct places_at_hand {
   int32_t entries[PLACES_AT_HAND];
   uint64_t active[ACTIVE_WORDS];
+  float bias[BIAS_AT_HAND];
 };
 
-DEVICE place_table take_places(const ep_args &a, places_at_hand &s)
+DEVICE place_table take_places(const gate_args &g, const ep_args &a, places_at_hand &s)
 {
   const int64_t entries = (a.shape.experts - 1) * a.placement_ld + a.replicas;
   const int first = threadIdx.x - HALF * WARP_SIZE;
   const bool fits = entries <= PLACES_AT_HAND;
   for (int i = first; fits && i < entries; i += HALF * WARP_SIZE) s.entries[i] = a.placement[i];
   if (first < ACTIVE_WORDS) s.active[first] = active_ranks(a)[first];
+  if (g.select_bias && first < g.experts) s.bias[first] = g.select_bias[first];
   barrier_of_last(HALF * WARP_SIZE);
   return {fits ? s.entries : a.placement, s.active};
 }
 
-DEVICE void gate_and_put_slots(const gate_args &g, const ep_args &a, const place_table &t, unsigned tokens,
+DEVICE void gate_and_put_slots(gate_args g, const ep_args &a, const place_table &t, const float *bias, unsigned tokens,
                                uint32_t exchange)
 {
   __shared__ gate_scratch scratch[HALF];
   if (blockIdx.y != 0) return;
+  if (g.select_bias) g.select_bias = bias;
   for (unsigned token = blockIdx.x * HALF + warp_id() - HALF; token < tokens; token += a.movers * HALF) {
     const gate_slot slot = choose_slots_of(g, token, scratch[warp_id() - HALF]);
     if (a.packets)
