@@ -163,9 +163,6 @@ DEVICE void put_rows_of_half(const ep_args &a, unsigned tokens)
   }
 }
 
-#ifndef SIGMOIDS_AT_ONCE
-#define SIGMOIDS_AT_ONCE 2
-#endif
 /* Gates as most models have them, some of it as constants: the code that is fetched, cold, between the router and the
  * experts is short, and lies in one place. */
 DEVICE bool has_constants(const gate_args &g, int score, int experts)
@@ -208,7 +205,7 @@ DEVICE gate_slot choose_by_sigmoids(const gate_args &g, const float *bias, int64
   candidates<N> c;
   float l[N];
   const unsigned first_nan = load_logits(k, t.logits, 0, l);
-  keys_of_sigmoids<N, SIGMOIDS_AT_ONCE>(l, bias, c.key);
+  keys_of_sigmoids<N, 2>(l, bias, c.key);
   close_groups_of_rows(k, c.key);
   return choose_slots<N, false>(k, t, token, first_nan, true, c, nullptr, scratch);
 }
