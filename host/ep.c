@@ -503,8 +503,8 @@ static combine_args collecting(const ep_round *r)
   return combine;
 }
 
-/* Of packets and lines. The one grid that answers, waits and sums up starts early where another answers. tells: that one does
- * not say that it has read all. */
+/* Of packets and lines. The one grid that answers, waits and sums up starts early where another answers. tells: that
+ * one does not say that it has read all. */
 static cumoe_status finish(const ep_round *r, bool answers, bool sums, bool tells)
 {
   const combine_args collect = collecting(r);

@@ -1,7 +1,7 @@
 /*
  * What a rank answers. Its rows of y lie in its own memory (few tokens, by few), or are made on the way: a layer's
- * combine writes its outputs straight to the tokens' ranks. Of few tokens answers are packets or lines, and one grid waits
- * for them and adds up those of all ranks.
+ * combine writes its outputs straight to the tokens' ranks. Of few tokens answers are packets or lines, and one grid
+ * waits for them and adds up those of all ranks.
  */
 #ifndef CUMOE_EP_ANSWER_CUH
 #define CUMOE_EP_ANSWER_CUH

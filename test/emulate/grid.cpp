@@ -223,8 +223,8 @@ void end_thread()
   if (_setjmp(fibers[current].at) == 0) _longjmp(scheduler, 1);
 }
 
-/* Arguments lie on the stack of a thread, and stay there when it has ended: on a GPU they are the grid's, and others may
- * have their address. */
+/* Arguments lie on the stack of a thread, and stay there when it has ended: on a GPU they are the grid's, and others
+ * may have their address. */
 __attribute__((noinline)) void end_behind_arguments()
 {
   volatile char room[MOST_ARGUMENTS];
