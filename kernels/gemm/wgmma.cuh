@@ -493,9 +493,9 @@ template <class S> DEVICE void produce_found(const gemm_sm90_args &args, wgmma_s
   for (uint32_t ready = 0;; ready ^= 1) {
     wait_for(&smem.found_ready, ready);
     const cluster_unit unit = smem.found;
+    mbarrier_arrive(&smem.found_taken); /* each lane for itself: what racecheck can follow */
     __syncwarp();
     if (unit.tile.expert < 0) return produce_end<S>(smem, unit.tile, slot, false, at);
-    if (lane_id() == 0) mbarrier_arrive(&smem.found_taken);
     fence_proxy_async_global(); /* what the other warp has waited for */
     if (unit.paired)
       produce_ordered<S, true>(args, smem, unit.tile, slot, at);
@@ -639,7 +639,7 @@ DEVICE void wgmma_gemm(const gemm_sm90_args &args, wgmma_smem<S> &smem, const co
       for (int i = 0; i < UNITS_AHEAD; i++) mbarrier_init(&smem.posted[i], 1);
     if constexpr (S::FINDS) {
       mbarrier_init(&smem.found_ready, 1);
-      mbarrier_init(&smem.found_taken, 1);
+      mbarrier_init(&smem.found_taken, WARP_SIZE);
     }
     fence_mbarrier_init();
   }
