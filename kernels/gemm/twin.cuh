@@ -103,7 +103,7 @@ template <class S> struct twin_codes : tile_codes<S> {
     }
   }
 
-  DEVICE void arrive(const gemm_args &, uint64_t *full) const
+  DEVICE void arrive(uint64_t *full) const
   {
     cp_async_mbarrier_arrive_noinc(full);
   }
@@ -238,7 +238,7 @@ template <class S> struct twin_weight_scales {
     }
   }
 
-  DEVICE void arrive(const gemm_args &, uint64_t *full) const
+  DEVICE void arrive(uint64_t *full) const
   {
     mbarrier_arrive(full);
   }
@@ -346,7 +346,7 @@ template <class S> struct twin_rows {
     }
   }
 
-  DEVICE void arrive(const gemm_args &, uint64_t *full) const
+  DEVICE void arrive(uint64_t *full) const
   {
     cp_async_mbarrier_arrive_noinc(full);
   }
@@ -406,7 +406,7 @@ template <class S> struct twin_rows_here {
     }
   }
 
-  DEVICE void arrive(const gemm_args &, uint64_t *full) const
+  DEVICE void arrive(uint64_t *full) const
   {
     mbarrier_arrive(full);
   }
@@ -440,7 +440,7 @@ template <class S, class PART> DEVICE void produce_part(const gemm_args &args, m
       part.copy(args, smem, at.stage, k0);
       if (same_type<PART, twin_codes<S>> && k0 == 0 && (int)(tid_x() / WARP_SIZE) == 0)
         post_unit<S>(args, smem, unit.stage + 1);
-      part.arrive(args, &smem.full[at.stage]);
+      part.arrive(&smem.full[at.stage]);
     }
     unit.advance();
     wait_for(&smem.posted[unit.stage], unit.phase);

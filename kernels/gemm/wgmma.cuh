@@ -268,7 +268,9 @@ template <class S> struct ordered_scales {
 /* Weights come by half a tile, for both CTAs (PAIRED), or by all of it, for this one: boxes of half a tile each, or,
  * N-major, of a block. */
 template <class S, bool PAIRED>
-constexpr int WEIGHT_BOXES = (S::N_MAJOR ? S::COLUMNS / S::BLOCK : 2) / (PAIRED ? 2 : 1);
+constexpr int WEIGHT_BOXES = (S::N_MAJOR ? S::COLUMNS / S::BLOCK : S::CLUSTER) / (PAIRED ? S::CLUSTER : 1);
+
+template <class S> constexpr uint16_t EVERY_CTA = (1 << S::CLUSTER) - 1; /* of the cluster */
 
 /* Of N-major halves that lie apart, even blocks are of the first. */
 template <class S, bool PAIRED>
@@ -276,13 +278,12 @@ DEVICE void copy_n_major(const gemm_sm90_args &args, typename S::W *weights, con
                          uint64_t *full, int k0)
 {
   constexpr int ALL = S::COLUMNS / S::BLOCK;
-  constexpr uint16_t BOTH = (1 << S::CLUSTER) - 1;
   static_assert(S::BLOCKS == 2, "a consumer has a block of gate and one of up");
   const int apart = S::gated(args.g) && args.g.b.n_stride == 1, block = tile.n * ALL + box,
             place = (apart ? block / 2 : block) * S::BLOCK, half = apart ? block % 2 : 0;
   typename S::W *to = weights + box * S::BLOCK * S::BK;
   if constexpr (PAIRED)
-    cp_async_bulk_tensor_4d_multicast(to, &args.weights, place, k0, half, tile.expert, full, BOTH);
+    cp_async_bulk_tensor_4d_multicast(to, &args.weights, place, k0, half, tile.expert, full, EVERY_CTA<S>);
   else
     cp_async_bulk_tensor_4d(to, &args.weights, place, k0, half, tile.expert, full);
 }
@@ -292,12 +293,12 @@ DEVICE void copy_k_major(const gemm_sm90_args &args, typename S::W *weights, con
                          uint64_t *full, int k0)
 {
   constexpr int HALF = S::COLUMNS / S::CLUSTER; /* weight rows of a box */
-  constexpr uint16_t BOTH = (1 << S::CLUSTER) - 1;
-  const int octets = wgmma_channels<S>(args.g) / 8, octet = tile.n * octets + box * (octets / 2), /* of channels */
+  const int octets = wgmma_channels<S>(args.g) / 8,
+            octet = tile.n * octets + box * (octets / S::CLUSTER), /* of channels */
       k = k0 / S::BK * S::WEIGHT_LINE;
   typename S::W *to = weights + box * HALF * S::WEIGHT_LINE;
   if constexpr (PAIRED)
-    cp_async_bulk_tensor_5d_multicast(to, &args.weights, k, 0, 0, octet, tile.expert, full, BOTH);
+    cp_async_bulk_tensor_5d_multicast(to, &args.weights, k, 0, 0, octet, tile.expert, full, EVERY_CTA<S>);
   else
     cp_async_bulk_tensor_5d(to, &args.weights, k, 0, 0, octet, tile.expert, full);
 }
@@ -321,7 +322,6 @@ DEVICE void copy_boxes(const gemm_sm90_args &args, wgmma_smem<S> &smem, const ti
                        const pipeline_state<S::STAGES> &at, int k0, uint32_t others)
 {
   constexpr int BOX = ROWS_OF_BOX(S::BITS);
-  constexpr uint16_t BOTH = (1 << S::CLUSTER) - 1;
   const int rank = cluster_ctarank();
   uint64_t *full = &smem.full[at.stage];
   typename S::X *rows = smem.rows[at.stage];
@@ -347,7 +347,7 @@ DEVICE void copy_boxes(const gemm_sm90_args &args, wgmma_smem<S> &smem, const ti
 #pragma unroll
       for (int line = 0; line < S::LINES; line++)
         cp_async_bulk_tensor_2d_multicast(rows + (line * S::BM + i * BOX) * S::LINE, &args.rows, k0 + line * S::LINE,
-                                          tile.row + i * BOX, rows_full, BOTH);
+                                          tile.row + i * BOX, rows_full, EVERY_CTA<S>);
   }
 }
 
@@ -493,9 +493,9 @@ template <class S> DEVICE void produce_found(const gemm_sm90_args &args, wgmma_s
   for (uint32_t ready = 0;; ready ^= 1) {
     wait_for(&smem.found_ready, ready);
     const cluster_unit unit = smem.found;
+    mbarrier_arrive(&smem.found_taken); /* each lane for itself: what racecheck can follow */
     __syncwarp();
     if (unit.tile.expert < 0) return produce_end<S>(smem, unit.tile, slot, false, at);
-    if (lane_id() == 0) mbarrier_arrive(&smem.found_taken);
     fence_proxy_async_global(); /* what the other warp has waited for */
     if (unit.paired)
       produce_ordered<S, true>(args, smem, unit.tile, slot, at);
@@ -639,7 +639,7 @@ DEVICE void wgmma_gemm(const gemm_sm90_args &args, wgmma_smem<S> &smem, const co
       for (int i = 0; i < UNITS_AHEAD; i++) mbarrier_init(&smem.posted[i], 1);
     if constexpr (S::FINDS) {
       mbarrier_init(&smem.found_ready, 1);
-      mbarrier_init(&smem.found_taken, 1);
+      mbarrier_init(&smem.found_taken, WARP_SIZE);
     }
     fence_mbarrier_init();
   }
