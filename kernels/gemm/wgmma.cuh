@@ -86,8 +86,18 @@ template <class S> DEVICE int wgmma_channels(const gemm_args &args)
   return S::gated(args) ? S::COLUMNS / 2 : S::COLUMNS;
 }
 
-/* Row tiles by twos, then one that is left over. Of the twos row tiles advance first, inside bands, then channels. Of
- * one that is left over an odd channel tile is shared by rows where units are drawn: half for each. */
+/* Row tiles of which both CTAs have channels: one that is left over. Of e4m3's a last one of a block of tokens or less
+ * takes half of the time, but not as one of two: then it and the one before it are single. */
+template <class S> DEVICE int single_tiles(const gemm_args &args, int rows, int tiles)
+{
+  if constexpr (token_tile<S>::SERVED)
+    if (tiles > 0 && tiles % 2 == 0 && rows - (tiles - 1) * S::BM <= token_tile<S>::TOKENS && tokens_are_rows<S>(args))
+      return 2;
+  return tiles % 2;
+}
+
+/* Row tiles by twos, then single ones. Row tiles advance first, inside bands, then channels. Of a single one an odd
+ * channel tile is shared by rows where units are drawn: half for each. */
 template <class S> DEVICE cluster_unit wgmma_unit(const gemm_args &args, const tile_table &table, int64_t index)
 {
   const int n_tiles = ceil_div(args.n, wgmma_channels<S>(args)), n_pairs = ceil_div(n_tiles, S::CLUSTER);
@@ -97,15 +107,16 @@ template <class S> DEVICE cluster_unit wgmma_unit(const gemm_args &args, const t
   const int expert = expert_of_tile(args, table, (int)(index / n_pairs));
   const row_range rows = expert_rows(args, expert);
   const int first = table.before[expert], tiles = table.before[expert + 1] - first;
-  const int even = tiles / 2 * 2;
+  const int singles = single_tiles<S>(args, rows.count, tiles), even = tiles - singles;
   int64_t local = index - (int64_t)first * n_pairs;
   unit.paired = local < (int64_t)even * n_pairs;
   if (!unit.paired) local -= (int64_t)even * n_pairs;
   const int tall = unit.paired ? 2 : 1, wide = S::CLUSTER / tall; /* tiles of the cluster */
-  const int heights = unit.paired ? even / 2 : 1, widths = n_pairs * tall, most = 2304 / S::BM / tall;
+  const int alone = token_tile<S>::SERVED ? singles : 1, heights = unit.paired ? even / 2 : alone;
+  const int widths = n_pairs * tall, most = 2304 / S::BM / tall;
   const int band = (int)(local / ((int64_t)most * widths)) * most, height = min(heights - band, most);
   const int in_band = (int)(local - (int64_t)band * widths);
-  const int m = unit.paired ? (band + in_band % height) * 2 + rank : even;
+  const int m = unit.paired ? (band + in_band % height) * 2 + rank : even + (alone > 1 ? in_band % height : 0);
   row_range own = rows_of_tile<S>(rows, m, tiles);
   if constexpr (token_tile<S>::SERVED)
     if (tokens_are_rows<S>(args)) own = {rows.begin + m * S::BM, min(rows.count - m * S::BM, S::BM)};
