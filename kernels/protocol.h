@@ -41,14 +41,12 @@
  *   UNIT_TICKETS  tickets drawn by clusters of down: a unit each
  *   COPIED        rows in x_copy, of each COPY_GROUP; added after their stores
  *   STORED        of each expert: channels of h that are stored, summed over its row tiles; added by release
- *   UP_TICKETS    tickets drawn by clusters of an up of codes of a byte: a unit each
  * Whoever waits for a word waits for CTAs that have started: tickets are drawn, not assigned.
  */
 enum { PROGRESS_COPY_TICKETS, PROGRESS_UNIT_TICKETS, PROGRESS_COPIED };
 enum { COPY_TICKET = 4, COPY_GROUP = 64 };
-#define PROGRESS_STORED(rows)              (PROGRESS_COPIED + (rows) / COPY_GROUP + 1)
-#define PROGRESS_UP_TICKETS(rows, experts) (PROGRESS_STORED(rows) + (experts))
-#define PROGRESS_WORDS(rows, experts)      (PROGRESS_UP_TICKETS(rows, experts) + 1)
+#define PROGRESS_STORED(rows)         (PROGRESS_COPIED + (rows) / COPY_GROUP + 1)
+#define PROGRESS_WORDS(rows, experts) (PROGRESS_STORED(rows) + (experts))
 
 static_assert(COPY_GROUP % COPY_TICKET == 0, "a ticket's rows are counted in one group");
 

@@ -86,18 +86,8 @@ template <class S> DEVICE int wgmma_channels(const gemm_args &args)
   return S::gated(args) ? S::COLUMNS / 2 : S::COLUMNS;
 }
 
-/* Row tiles of which both CTAs have channels: one that is left over. Of e4m3's a last one of a block of tokens or less
- * takes half of the time, but not as one of two: then it and the one before it are single. */
-template <class S> DEVICE int single_tiles(const gemm_args &args, int rows, int tiles)
-{
-  if constexpr (token_tile<S>::SERVED)
-    if (tiles > 0 && tiles % 2 == 0 && rows - (tiles - 1) * S::BM <= token_tile<S>::TOKENS && tokens_are_rows<S>(args))
-      return 2;
-  return tiles % 2;
-}
-
-/* Row tiles by twos, then single ones. Row tiles advance first, inside bands, then channels. Of a single one an odd
- * channel tile is shared by rows where units are drawn: half for each. */
+/* Row tiles by twos, then one that is left over. Of the twos row tiles advance first, inside bands, then channels. Of
+ * one that is left over an odd channel tile is shared by rows where units are drawn: half for each. */
 template <class S> DEVICE cluster_unit wgmma_unit(const gemm_args &args, const tile_table &table, int64_t index)
 {
   const int n_tiles = ceil_div(args.n, wgmma_channels<S>(args)), n_pairs = ceil_div(n_tiles, S::CLUSTER);
@@ -107,16 +97,15 @@ template <class S> DEVICE cluster_unit wgmma_unit(const gemm_args &args, const t
   const int expert = expert_of_tile(args, table, (int)(index / n_pairs));
   const row_range rows = expert_rows(args, expert);
   const int first = table.before[expert], tiles = table.before[expert + 1] - first;
-  const int singles = single_tiles<S>(args, rows.count, tiles), even = tiles - singles;
+  const int even = tiles / 2 * 2;
   int64_t local = index - (int64_t)first * n_pairs;
   unit.paired = local < (int64_t)even * n_pairs;
   if (!unit.paired) local -= (int64_t)even * n_pairs;
   const int tall = unit.paired ? 2 : 1, wide = S::CLUSTER / tall; /* tiles of the cluster */
-  const int alone = token_tile<S>::SERVED ? singles : 1, heights = unit.paired ? even / 2 : alone;
-  const int widths = n_pairs * tall, most = 2304 / S::BM / tall;
+  const int heights = unit.paired ? even / 2 : 1, widths = n_pairs * tall, most = 2304 / S::BM / tall;
   const int band = (int)(local / ((int64_t)most * widths)) * most, height = min(heights - band, most);
   const int in_band = (int)(local - (int64_t)band * widths);
-  const int m = unit.paired ? (band + in_band % height) * 2 + rank : even + (alone > 1 ? in_band % height : 0);
+  const int m = unit.paired ? (band + in_band % height) * 2 + rank : even;
   row_range own = rows_of_tile<S>(rows, m, tiles);
   if constexpr (token_tile<S>::SERVED)
     if (tokens_are_rows<S>(args)) own = {rows.begin + m * S::BM, min(rows.count - m * S::BM, S::BM)};
@@ -136,22 +125,17 @@ template <class S> DEVICE bool copies(const gemm_args &args)
 }
 
 /* Units of a grid go to its clusters in turn. A down that does not wait for the end of up draws tickets instead, so
- * that a cluster that starts late has fewer; and where units differ much (DRAWS, and FINDS for up of codes of a byte).
- * Then the first CTA of a cluster draws and sends the unit to the other; it is never more than STAGES units ahead, as
- * both fill each other's stages. */
-template <class S, bool FINDS = false> struct unit_scheduler {
+ * that a cluster that starts late has fewer; and one whose units differ much (DRAWS). Then the first CTA of a cluster
+ * draws and sends the unit to the other; it is never more than STAGES units ahead, as both fill each other's stages. */
+template <class S> struct unit_scheduler {
   int64_t index = blockIdx.x / S::CLUSTER;
   int32_t next = 0;
   pipeline_state<UNITS_AHEAD> slot;
 
-  DEVICE static bool follows(const gemm_args &args) { return !S::DRAWS && !S::GATHERED && args.protocol.by_expert; }
-
-  DEVICE static bool draws(const gemm_args &args) { return S::DRAWS || follows(args) || (FINDS && copies<S>(args)); }
-
-  DEVICE static int32_t *tickets(const gemm_args &args)
+  DEVICE static bool draws(const gemm_args &args)
   {
-    return args.protocol.progress +
-           (S::GATHERED ? PROGRESS_UP_TICKETS(args.rows_cap, args.experts) : PROGRESS_UNIT_TICKETS);
+    if (S::DRAWS) return true;
+    return !S::GATHERED && args.protocol.by_expert;
   }
 
   /* The unit after `index`, by a whole warp. An absent one is skipped. */
@@ -160,7 +144,7 @@ template <class S, bool FINDS = false> struct unit_scheduler {
     if (!draws(args) || cluster_ctarank() != 0) return;
     do {
       int32_t ticket = 0;
-      if (lane_id() == 0) ticket = atomicAdd(tickets(args), 1);
+      if (lane_id() == 0) ticket = atomicAdd(args.protocol.progress + PROGRESS_UNIT_TICKETS, 1);
       next = (int)gridDim.x / S::CLUSTER + __shfl_sync(ALL_LANES, ticket, 0);
     } while (wgmma_unit<S>(args, smem.table, next).absent);
     if (lane_id() == 0) st_async_cluster(&smem.drawn[slot.stage], 1, next, &smem.drawn_ready[slot.stage]);
@@ -462,7 +446,7 @@ template <class S, bool GATHERING> DEVICE void produce_units(const gemm_sm90_arg
     if (GATHERING) rows.set_unit(args.g, unit.tile);
     if (!GATHERING && copies<S>(args.g))
       wait_for_rows(args.g, S::SCALED ? rows_to_copy(args.g) : copied, unit.tile.row, unit.tile.rows);
-    if (scheduler.follows(args.g)) {
+    if (!S::DRAWS && scheduler.draws(args.g)) {
       wait_for_h(args.g, smem.table, unit.tile.expert);
       fence_proxy_async_global();
     }
@@ -481,13 +465,13 @@ template <class S> DEVICE void find_units(const gemm_sm90_args &args, wgmma_smem
 {
   uint32_t taken = 1;
 #pragma unroll 1
-  for (unit_scheduler<S, true> scheduler;; scheduler.advance(args.g, smem)) {
+  for (unit_scheduler<S> scheduler;; scheduler.advance(args.g, smem)) {
     const cluster_unit unit = wgmma_unit<S>(args.g, smem.table, scheduler.index);
     if (unit.tile.expert >= 0) {
       scheduler.draw(args.g, smem);
       if (unit.absent) continue;
       if (copies<S>(args.g)) wait_for_rows(args.g, rows_to_copy(args.g), unit.tile.row, unit.tile.rows);
-      if (scheduler.follows(args.g)) wait_for_h(args.g, smem.table, unit.tile.expert);
+      if (scheduler.draws(args.g)) wait_for_h(args.g, smem.table, unit.tile.expert);
     }
     wait_for(&smem.found_taken, taken);
     taken ^= 1;
@@ -659,7 +643,7 @@ DEVICE void wgmma_gemm(const gemm_sm90_args &args, wgmma_smem<S> &smem, const co
     }
     fence_mbarrier_init();
   }
-  if (S::DRAWS ? !args.g.protocol.early_inputs : !unit_scheduler<S>::follows(args.g)) wait_for_earlier_grids();
+  if (S::DRAWS ? !args.g.protocol.early_inputs : !unit_scheduler<S>::draws(args.g)) wait_for_earlier_grids();
   fence_proxy_async_global(); /* they wrote the rows that the boxes bring */
   build_tile_table<S::BM, S::THREADS>(args.g, smem.table);
   barrier_cluster(); /* the other CTA's barriers are initialised */
