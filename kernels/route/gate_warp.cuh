@@ -2,7 +2,6 @@
 #ifndef CUMOE_GATE_WARP_CUH
 #define CUMOE_GATE_WARP_CUH
 
-#include "device/ptx.cuh"
 #include "route/gate.cuh"
 
 DEVICE gate_slot choose_for_token(const gate_args &a, int64_t token, uint32_t *choice, gate_scratch &scratch)
@@ -20,7 +19,6 @@ template <int TOKENS> DEVICE void gate_rules(const gate_args &a)
   __shared__ uint32_t choice[TOKENS][MAX_EXPERTS];
   __shared__ gate_scratch scratch[TOKENS];
   const int64_t token = (int64_t)blockIdx.x * TOKENS + warp_id();
-  wait_for_earlier_grids();
   check_token_count(a.tokens, a.fault);
   if (token >= token_total(a.tokens)) return;
   const gate_slot slot = route_token<8, true>(a, token, false, choice[warp_id()], scratch[warp_id()]);
@@ -35,7 +33,6 @@ template <int TOKENS> DEVICE void gate_warp(const gate_args &a)
   __shared__ uint32_t choice[TOKENS][MAX_EXPERTS];
   __shared__ gate_scratch scratch[TOKENS];
   const int64_t token = (int64_t)blockIdx.x * TOKENS + warp_id();
-  wait_for_earlier_grids();
   check_token_count(a.tokens, a.fault);
   if (token < token_total(a.tokens))
     store_slot(a, token, choose_for_token(a, token, choice[warp_id()], scratch[warp_id()]));

@@ -47,7 +47,6 @@ DEVICE void count_chunk(const map_args &a, pair_range chunk, int32_t *count)
 template <int PAIRS> DEVICE void map_count_chunk(const map_args &a)
 {
   __shared__ int32_t count[MAX_EXPERTS];
-  wait_for_earlier_grids();
   count_chunk(a, chunk_of(a), count);
   for (int e = threadIdx.x; e < a.local_experts; e += blockDim.x)
     a.hist[(int64_t)blockIdx.x * a.local_experts + e] = count[e];
@@ -132,7 +131,7 @@ struct ranked_pair {
 DEVICE ranked_pair rank_run(const map_args &a, map_shared &s, pair_range chunk, int64_t begin)
 {
   const int64_t pair = begin + threadIdx.x;
-  const int to = pair < chunk.end ? destination<true, l2_reader>(a, pair) : ROW_DROPPED;
+  const int to = pair < chunk.end ? destination<true>(a, pair) : ROW_DROPPED;
   uint8_t *own = s.in_warp[warp_id()];
   for (int word = lane_id(); word * 4 < a.local_experts; word += WARP_SIZE) reinterpret_cast<uint32_t *>(own)[word] = 0;
   __syncwarp();
@@ -172,19 +171,16 @@ DEVICE void clear_progress(const map_args &a)
   for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < words; i += step) a.protocol.progress[i] = 0;
 }
 
-/* The first run is ranked before rows are laid out: alone, it needs no other count. Behind map_count that is done
- * before the wait: ids were complete before map_count let this grid start, and nothing else writes what is written. */
+/* The first run is ranked before rows are laid out: alone, it needs no other count. */
 template <int PAIRS> DEVICE void map_chunk(const map_args &a)
 {
   static_assert(PAIRS == RUN && RUN >= MAX_EXPERTS, "a thread a pair, a thread an expert");
   __shared__ __align__(16) map_shared s;
   const pair_range chunk = chunk_of(a);
   const bool is_expert = threadIdx.x < a.local_experts;
-  if (a.chunks == 1) wait_for_earlier_grids();
   check_token_count(a.tokens, a.fault);
   clear_progress(a);
   ranked_pair r = rank_run(a, s, chunk, chunk.begin);
-  if (a.chunks > 1) wait_for_earlier_grids();
   if (a.chunks > 1)
     sum_chunks(a, s);
   else if (chunk.end - chunk.begin > RUN)

@@ -9,6 +9,7 @@ using map_count_args = map_args;
   extern "C" __global__ void __launch_bounds__(WARPS *WARP_SIZE, CTAS)                                                 \
       UNTILED_NAME(op, arch, form, X, Y, UNITS, COLUMNS, LANES)(const __grid_constant__ op##_args a)                   \
   {                                                                                                                    \
+    wait_for_earlier_grids();                                                                                          \
     op##_##form<UNITS>(a);                                                                                             \
   }
 #include "variants.def"
