@@ -11,6 +11,10 @@
 #include "device/quant.cuh"
 #include "device/ptx_sm90.cuh"
 
+#ifndef COPY_AHEAD_ROWS
+#define COPY_AHEAD_ROWS 4096
+#endif
+
 /* Rows that the route has; those of bad routes, too, are all copied. */
 DEVICE int32_t rows_to_copy(const gemm_args &args)
 {
@@ -76,8 +80,15 @@ DEVICE void copy_row_scales(const gemm_args &args, int32_t first, int count, int
     to[g * SCALE_LD(args.rows_cap)] = from >= 0 ? args.a_scale[g * args.a_scale_ld + from] : 0.f;
 }
 
+/* Returns when the CTA's products are within AHEAD rows of `first`: what is copied sooner has left L2 when it is read. */
+DEVICE void wait_for_products(const volatile int32_t *reached, int32_t first)
+{
+  constexpr int32_t AHEAD = COPY_AHEAD_ROWS;
+  while (first - AHEAD > *reached) asm volatile("nanosleep.u32 500;");
+}
+
 /* Whole warps, any number of them. The next ticket is drawn while one is copied. */
-template <class X> DEVICE void copy_rows(const gemm_args &args)
+template <class X, bool NEAR = false> DEVICE void copy_rows(const gemm_args &args, const int32_t *reached = nullptr)
 {
   const int32_t total = rows_to_copy(args), tickets = total ? (total - 1) / COPY_TICKET + 1 : 0;
   int32_t pairs = (int32_t)token_total(args.tokens) * args.top_k; /* below 2^31 */
@@ -87,6 +98,7 @@ template <class X> DEVICE void copy_rows(const gemm_args &args)
   while (ticket < tickets) {
     const int32_t next = draw_rows(args, total, next_pair), first = ticket * COPY_TICKET;
     const int count = min(COPY_TICKET, total - first);
+    if constexpr (NEAR) wait_for_products(reached, first);
     if constexpr (operand<X>::BITS == 8)
       pairs = (int32_t)token_total(args.tokens) * args.top_k; /* registers are full */
     const bool there = (uint32_t)pair < (uint32_t)pairs;
