@@ -87,6 +87,12 @@ DEVICE void wait_for_products(const volatile int32_t *reached, int32_t first)
   while (first - AHEAD > *reached) asm volatile("nanosleep.u32 500;");
 }
 
+DEVICE float weight_of_copied(const gemm_args &args, int32_t pair)
+{
+  const uint32_t token = (uint32_t)pair / (uint32_t)args.top_k;
+  return __ldg(args.pair_weights + token * args.pair_weights_ld + (uint32_t)pair % (uint32_t)args.top_k);
+}
+
 /* Whole warps, any number of them. The next ticket is drawn while one is copied. */
 template <class X, bool NEAR = false> DEVICE void copy_rows(const gemm_args &args, const int32_t *reached = nullptr)
 {
@@ -103,7 +109,8 @@ template <class X, bool NEAR = false> DEVICE void copy_rows(const gemm_args &arg
       pairs = (int32_t)token_total(args.tokens) * args.top_k; /* registers are full */
     const bool there = (uint32_t)pair < (uint32_t)pairs;
     if (!there) report_fault_inline(args.fault, FAULT_ROUTE, 0, pair);
-    const int32_t token = there ? (int32_t)((uint32_t)pair / (uint32_t)args.top_k) : -1;
+    const bool dropped = NEAR && there && args.pair_weights && weight_of_copied(args, pair) == 0;
+    const int32_t token = there && !dropped ? (int32_t)((uint32_t)pair / (uint32_t)args.top_k) : -1;
 #pragma unroll 1
     for (int i = 0; i < count; i++) copy_row<X>(args, first + i, __shfl_sync(ALL_LANES, token, i));
     if constexpr (operand<X>::BITS == 8) copy_row_scales(args, first, count, token);
