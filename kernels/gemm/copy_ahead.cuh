@@ -84,7 +84,7 @@ DEVICE void copy_row_scales(const gemm_args &args, int32_t first, int count, int
 DEVICE void wait_for_products(const volatile int32_t *reached, int32_t first)
 {
   constexpr int32_t AHEAD = COPY_AHEAD_ROWS;
-  while (first - AHEAD > *reached) asm volatile("nanosleep.u32 500;");
+  while (first - AHEAD > *reached) __nanosleep(500);
 }
 
 DEVICE float weight_of_copied(const gemm_args &args, int32_t pair)
