@@ -233,8 +233,10 @@ static void link_experts(const pass *p, linked_experts *l)
   down->protocol.early_inputs = true;
   up->protocol.progress = down->protocol.progress = p->progress;
   up->protocol.by_expert = down->protocol.by_expert = hands_over(up_row, down_row);
-  if (!copies_rows(&p->context->machine, up_row, &shape)) return;
-  up->protocol.x_copy = p->at.has_x ? region(p->kept, p->at.x) : down->c;
+  if (p->at.has_x)
+    up->protocol.x_copy = region(p->kept, p->at.x);
+  else if (copies_rows(&p->context->machine, up_row, &shape))
+    up->protocol.x_copy = down->c;
   if (!p->at.has_x || !drops(p)) return;
   up->pair_weights = p->pair_weights.data;
   up->pair_weights_ld = p->pair_weights.ld;
@@ -286,8 +288,6 @@ static cumoe_status run_experts(const pass *p, const struct weights *w, const ro
   }
   TRY(choose_step(p->context, OP_down, &l.down.gemm.g, NULL, &l.down_step));
   if (route) link_experts(p, &l);
-  if (route && p->at.has_x && !l.up.gemm.g.protocol.x_copy)
-    TRY(copy_x(p, route, region(p->kept, p->at.x), true));
   return launch_linked(p, &l);
 }
 

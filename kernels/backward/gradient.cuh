@@ -219,32 +219,36 @@ template <class S> DEVICE void release_gradient_stage(gradient_smem<S> &smem, in
   if (lane_id() < S::CLUSTER) mbarrier_arrive_cluster(&smem.empty[stage], lane_id());
 }
 
-/* Clears what a stage has of b behind its first `rows`: rows of the next expert, whose Inf and NaN would not vanish in
- * products with a's zeros. Each group clears all that it reads. */
-template <class S> DEVICE void clear_tail(gradient_smem<S> &smem, int stage, int group, int rows)
+/* Clears what a stage's first MOST rows have of b behind the expert's: rows of the next one, whose Inf and NaN would not
+ * vanish in products with a's zeros. Each group clears all that it reads. */
+template <class S, int MOST> DEVICE void clear_tail(gradient_smem<S> &smem, int stage, int group, int rows)
 {
   if (!smem.grid.loose) return;
   const bool in_p = smem.grid.across;
-  const uint32_t to = shared_address(in_p ? smem.p[stage] + group * S::BLOCKS * S::BOX : smem.q[stage]);
   const int boxes = in_p ? S::BLOCKS : S::Q_BOXES, thread = (int)threadIdx.x % S::GROUP;
+  const uint32_t to = shared_address(in_p ? smem.p[stage] + group * S::BLOCKS * S::BOX : smem.q[stage]) + thread % 8 * 16;
 #pragma unroll 1
-  for (int row = rows + thread / 8; row < S::BK; row += S::GROUP / 8)
-#pragma unroll 1
-    for (int box = 0; box < 2 * boxes; box++)
-      sts_64(to + box / 2 * S::BOX * 2 + row * 128 + thread % 8 * 16 + box % 2 * 8, 0.f, 0.f);
+  for (int row = rows + thread / 8; row < MOST; row += S::GROUP / 8)
+#pragma unroll
+    for (int box = 0; box < S::Q_BOXES; box++) {
+      if (box >= boxes) break;
+      sts_64(to + box * S::BOX * 2 + row * 128, 0.f, 0.f);
+      sts_64(to + box * S::BOX * 2 + row * 128 + 8, 0.f, 0.f);
+    }
   fence_proxy_async_shared();
   bar_sync(1 + group, S::GROUP);
 }
 
 /* Adds a stage's first SIXTEENS * 16 rows to a tile's first N columns of q; `before` is the stage before, or -1, which
- * is released when these products are under way and its own have ended. `rows` are the expert's. */
-template <class S, int N, int SIXTEENS>
+ * is released when these products are under way and its own have ended. LAST: the expert has no
+ * more than `rows` of these. */
+template <class S, int N, int SIXTEENS, bool LAST>
 DEVICE void sum_stage(gradient_smem<S> &smem, pipeline_state<S::STAGES> &at, int group, int rows, int &before,
                       float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
   constexpr int K16 = 16 * 128 >> 4, NEXT = S::BOX * 2 >> 4;
   wait_for(&smem.full[at.stage], at.phase);
-  if (rows < SIXTEENS * 16) clear_tail<S>(smem, at.stage, group, rows);
+  if (LAST) clear_tail<S, SIXTEENS * 16>(smem, at.stage, group, rows);
   const uint64_t a = wgmma_operand(smem.p[at.stage] + group * S::BLOCKS * S::BOX);
   const uint64_t b = wgmma_operand_n_major(smem.q[at.stage], S::BOX * 2);
   wgmma_fence();
@@ -267,8 +271,11 @@ DEVICE void sum_rows(gradient_smem<S> &smem, pipeline_state<S::STAGES> &at, int 
 {
   int before = -1;
 #pragma unroll 1
-  for (; rows > S::BK / 2; rows -= S::BK) sum_stage<S, N, S::BK / 16>(smem, at, group, rows, before, acc);
-  if (rows > 0) sum_stage<S, N, S::BK / 32>(smem, at, group, rows, before, acc);
+  for (; rows >= S::BK; rows -= S::BK) sum_stage<S, N, S::BK / 16, false>(smem, at, group, rows, before, acc);
+  if (rows > S::BK / 2)
+    sum_stage<S, N, S::BK / 16, true>(smem, at, group, rows, before, acc);
+  else if (rows > 0)
+    sum_stage<S, N, S::BK / 32, true>(smem, at, group, rows, before, acc);
   wgmma_wait_group<0>();
 #pragma unroll
   for (int i = 0; i < S::BLOCKS; i++) hold(acc[i]);

@@ -12,7 +12,7 @@
 #include "device/ptx_sm90.cuh"
 
 #ifndef COPY_AHEAD_ROWS
-#define COPY_AHEAD_ROWS 4096
+#define COPY_AHEAD_ROWS 0
 #endif
 
 /* Rows that the route has; those of bad routes, too, are all copied. */
@@ -104,7 +104,7 @@ template <class X, bool NEAR = false> DEVICE void copy_rows(const gemm_args &arg
   while (ticket < tickets) {
     const int32_t next = draw_rows(args, total, next_pair), first = ticket * COPY_TICKET;
     const int count = min(COPY_TICKET, total - first);
-    if constexpr (NEAR) wait_for_products(reached, first);
+    if constexpr (NEAR && COPY_AHEAD_ROWS > 0) wait_for_products(reached, first);
     if constexpr (operand<X>::BITS == 8)
       pairs = (int32_t)token_total(args.tokens) * args.top_k; /* registers are full */
     const bool there = (uint32_t)pair < (uint32_t)pairs;
