@@ -11,10 +11,6 @@
 #include "device/quant.cuh"
 #include "device/ptx_sm90.cuh"
 
-#ifndef COPY_AHEAD_ROWS
-#define COPY_AHEAD_ROWS 0
-#endif
-
 /* Rows that the route has; those of bad routes, too, are all copied. */
 DEVICE int32_t rows_to_copy(const gemm_args &args)
 {
@@ -80,21 +76,14 @@ DEVICE void copy_row_scales(const gemm_args &args, int32_t first, int count, int
     to[g * SCALE_LD(args.rows_cap)] = from >= 0 ? args.a_scale[g * args.a_scale_ld + from] : 0.f;
 }
 
-/* Returns when the CTA's products are within AHEAD rows of `first`: what is copied sooner has left L2 when it is read. */
-DEVICE void wait_for_products(const volatile int32_t *reached, int32_t first)
-{
-  constexpr int32_t AHEAD = COPY_AHEAD_ROWS;
-  while (first - AHEAD > *reached) __nanosleep(500);
-}
-
 DEVICE float weight_of_copied(const gemm_args &args, int32_t pair)
 {
   const uint32_t token = (uint32_t)pair / (uint32_t)args.top_k;
   return __ldg(args.pair_weights + token * args.pair_weights_ld + (uint32_t)pair % (uint32_t)args.top_k);
 }
 
-/* Whole warps, any number of them. The next ticket is drawn while one is copied. */
-template <class X, bool NEAR = false> DEVICE void copy_rows(const gemm_args &args, const int32_t *reached = nullptr)
+/* Whole warps, any number of them. The next ticket is drawn while one is copied. DROPS: pairs of weight 0 get zeros. */
+template <class X, bool DROPS = false> DEVICE void copy_rows(const gemm_args &args)
 {
   const int32_t total = rows_to_copy(args), tickets = total ? (total - 1) / COPY_TICKET + 1 : 0;
   int32_t pairs = (int32_t)token_total(args.tokens) * args.top_k; /* below 2^31 */
@@ -104,12 +93,11 @@ template <class X, bool NEAR = false> DEVICE void copy_rows(const gemm_args &arg
   while (ticket < tickets) {
     const int32_t next = draw_rows(args, total, next_pair), first = ticket * COPY_TICKET;
     const int count = min(COPY_TICKET, total - first);
-    if constexpr (NEAR && COPY_AHEAD_ROWS > 0) wait_for_products(reached, first);
     if constexpr (operand<X>::BITS == 8)
       pairs = (int32_t)token_total(args.tokens) * args.top_k; /* registers are full */
     const bool there = (uint32_t)pair < (uint32_t)pairs;
     if (!there) report_fault_inline(args.fault, FAULT_ROUTE, 0, pair);
-    const bool dropped = NEAR && there && args.pair_weights && weight_of_copied(args, pair) == 0;
+    const bool dropped = DROPS && there && args.pair_weights && weight_of_copied(args, pair) == 0;
     const int32_t token = there && !dropped ? (int32_t)((uint32_t)pair / (uint32_t)args.top_k) : -1;
 #pragma unroll 1
     for (int i = 0; i < count; i++) copy_row<X>(args, first + i, __shfl_sync(ALL_LANES, token, i));

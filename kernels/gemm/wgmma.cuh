@@ -427,12 +427,6 @@ DEVICE void produce_unit(const gemm_sm90_args &args, wgmma_smem<S> &smem, const 
     produce_ordered<S, PAIRED>(args, smem, tile, slot, at);
 }
 
-/* Tells the warps that copy ahead how far products are; such a grid draws no units. */
-template <class S> DEVICE void reach(wgmma_smem<S> &smem, int32_t row)
-{
-  if (lane_id() == 0) *static_cast<volatile int32_t *>(smem.drawn) = row;
-}
-
 template <class S, bool GATHERING> DEVICE void produce_units(const gemm_sm90_args &args, wgmma_smem<S> &smem)
 {
   const int32_t copied = copies<S>(args.g) ? rows_to_copy(args.g) : 0;
@@ -443,14 +437,12 @@ template <class S, bool GATHERING> DEVICE void produce_units(const gemm_sm90_arg
   for (unit_scheduler<S> scheduler;; scheduler.advance(args.g, smem)) {
     const cluster_unit unit = wgmma_unit<S>(args.g, smem.table, scheduler.index);
     if (unit.tile.expert < 0) {
-      if constexpr (S::KEEPS) reach<S>(smem, INT32_MAX);
       produce_end<S>(smem, unit.tile, slot, GATHERING, at);
       if (S::PACKED && threadIdx.x == 0) post_unit(smem, unit.tile, slot);
       return;
     }
     scheduler.draw(args.g, smem);
     if (unit.absent) continue;
-    if constexpr (S::KEEPS) reach<S>(smem, unit.tile.row);
     if (GATHERING) rows.set_unit(args.g, unit.tile);
     if (!GATHERING && copies<S>(args.g))
       wait_for_rows(args.g, S::SCALED ? rows_to_copy(args.g) : copied, unit.tile.row, unit.tile.rows);
@@ -527,7 +519,7 @@ template <class S> DEVICE void produce(const gemm_sm90_args &args, wgmma_smem<S>
     if (warp_id() == 1) find_units<S>(args, smem);
     if (warp_id() > 1 && copies<S>(args.g)) return copy_rows<typename S::X>(args.g);
   } else {
-    if (copies<S>(args.g) && warp_id() != 0 && !helps) return copy_rows<typename S::X, S::KEEPS>(args.g, smem.drawn);
+    if (copies<S>(args.g) && warp_id() != 0 && !helps) return copy_rows<typename S::X, S::KEEPS>(args.g);
     if constexpr (S::DRAWS)
       if (warp_id() != 0) return copy_beside(*beside);
     if (warp_id() == 0) produce_units<S, false>(args, smem);
@@ -643,7 +635,6 @@ DEVICE void wgmma_gemm(const gemm_sm90_args &args, wgmma_smem<S> &smem, const co
       if constexpr (S::WOVEN) mbarrier_init(&smem.rows_there[s], 1);
     }
     for (int i = 0; i < UNITS_AHEAD; i++) mbarrier_init(&smem.drawn_ready[i], 1);
-    if constexpr (S::KEEPS) smem.drawn[0] = 0;
     if constexpr (S::PACKED)
       for (int i = 0; i < UNITS_AHEAD; i++) mbarrier_init(&smem.posted[i], 1);
     if constexpr (S::FINDS) {
