@@ -274,15 +274,13 @@ int main(int argc, char **argv)
       most = atoll(argv[++i]);
       continue;
     }
-    const bool is_once = !strcmp(argv[i], "--once"), is_quick = !strcmp(argv[i], "--quick"),
-               keeps_rows = !strcmp(argv[i], "--keep-rows");
-    if (argv[i][0] == '-' && !is_once && !is_quick && !keeps_rows) {
-      fprintf(stderr, "usage: backward [--quick | --once] [--keep-rows] [--most TOKENS] [model ...]\n");
+    const bool is_once = !strcmp(argv[i], "--once"), is_quick = !strcmp(argv[i], "--quick");
+    if (argv[i][0] == '-' && !is_once && !is_quick) {
+      fprintf(stderr, "usage: backward [--quick | --once] [--most TOKENS] [model ...]\n");
       return 2;
     }
     once |= is_once;
     b.o.quick |= is_quick;
-    b.o.keeps_rows |= keeps_rows;
   }
   cumoe_status status = bench_open(&b);
   if (status == CUMOE_OK) status = make_noise(&b);

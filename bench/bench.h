@@ -44,7 +44,7 @@ typedef struct options {
   double zipf;                       /* exponent of the experts' popularity; 0: the router decides */
   bool one;                          /* every slot of every token to one expert */
   bool in_out;                       /* weights [E, in, out] */
-  bool invariant, keeps_rows;        /* plans of BATCH_INVARIANT, of KEEP_ROWS */
+  bool invariant;                    /* plans of BATCH_INVARIANT */
   bool masked;                       /* the layer is cumoe_masked_forward */
   bool formats;                      /* kinds were asked for: a line has what one compares them by */
   bool plan;                         /* print what a cell launches */

@@ -207,8 +207,7 @@ cumoe_status model_create(bench *b, const shape *s, const kind *k, model *m)
                              .hidden = s->hidden,
                              .inter = s->inter,
                              .dtype = b->o.dtype,
-                             .flags = (b->o.invariant ? CUMOE_MOE_BATCH_INVARIANT : 0) |
-                                      (b->o.keeps_rows ? CUMOE_MOE_KEEP_ROWS : 0),
+                             .flags = b->o.invariant ? CUMOE_MOE_BATCH_INVARIANT : 0,
                              .routing = s->routing,
                              .up_format = m->kind->format,
                              .down_format = m->kind->format};

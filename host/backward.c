@@ -31,7 +31,6 @@ typedef struct expert_rows {
   row_map map;
   bool padded; /* the map is what pad made, and tickets with it */
   row_matrix d_out, x;
-  ordered_rows x_rows;  /* x as kept, or none */
   const void *z;        /* gate and up before the activation, as kept */
   const int32_t *z_row; /* z's row of a pair; NULL: z is in the order of the map */
   rows_layout at;
@@ -125,8 +124,7 @@ static cumoe_status backward_activation(const backward *b, const expert_rows *e,
                                  .n = e->w->inter,
                                  .k = e->w->hidden,
                                  .scale = 1};
-  copy_rows_args x = copy_of(b, e, &e->x, e->at.d_rows, e->weighs_x);
-  if (e->x_rows.base) x.to = NULL; /* what fills up h and d z is cleared all the same */
+  const copy_rows_args x = copy_of(b, e, &e->x, e->at.d_rows, e->weighs_x);
   const drawn_work work = {.tickets = tickets_of(b, TICKETS_OF_D_H),
                            .copy = e->d ? &x : NULL,
                            .copied = copied,
@@ -206,9 +204,8 @@ static cumoe_status backward_weights(const backward *b, const expert_rows *e, co
   bias.padded = 0;
   down.d.bias[0] = NULL;
   split_halves(&up, e->w, e->d);
-  if (!e->x_rows.base) TRY(in_row_order(b, &copy, copied, &x));
+  TRY(in_row_order(b, &copy, copied, &x));
   up.b = x;
-  up.b_rows = e->x_rows;
   TRY(add_up_rows(b->p.context, &bias, b->p.stream));
   TRY(add_up_rows(b->p.context, &up, b->p.stream));
   return add_up_rows(b->p.context, &down, b->p.stream); /* the last: see backward_rows */
@@ -276,15 +273,6 @@ static cumoe_view d_pairs_of(const backward *b)
   return own.data ? cumoe_const(own) : small_region(b->scratch, b->at.d_weights, CUMOE_F32, tokens, k);
 }
 
-static ordered_rows kept_rows(const backward *b)
-{
-  const pass *p = &b->p;
-  const cumoe_moe_desc *d = &p->plan->desc;
-  if (!p->at.has_x) return (ordered_rows){0};
-  return (ordered_rows){
-      region(p->kept, p->at.x), p->route.offsets, d->hidden, p->tokens.count * (int64_t)d->routing.top_k};
-}
-
 static cumoe_status backward_routed(const backward *b)
 {
   const pass *p = &b->p;
@@ -295,7 +283,6 @@ static cumoe_status backward_routed(const backward *b)
                          .padded = true,
                          .d_out = rows_of_view(b->grads->d_out, is_unreduced(p) ? OF_PAIR : OF_TOKEN),
                          .x = rows_of_view(p->args->x, OF_TOKEN),
-                         .x_rows = kept_rows(b),
                          .z = region(p->kept, p->at.z),
                          .z_row = p->route.slot_row,
                          .at = b->at.routed,

@@ -15,9 +15,8 @@ typedef struct route_layout {
 
 /* Offsets of what the forward keeps. */
 typedef struct kept_layout {
-  size_t logits, ids, weights, z, shared_z, shared_logit, x, bytes;
+  size_t logits, ids, weights, z, shared_z, shared_logit, bytes;
   route_layout route;
-  bool has_x; /* in the order of rows, zeros of dropped pairs */
 } kept_layout;
 
 /* What the rows of one weights object need: of the routed experts, of the shared one. */

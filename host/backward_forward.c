@@ -108,29 +108,6 @@ static bool copies_x(const pass *p)
          p->tokens.count * p->plan->desc.routing.top_k >= MANY;
 }
 
-/* Pairs of weight 0 are dropped, where weights weigh anything. */
-static bool drops(const pass *p)
-{
-  return !is_unreduced(p) || weighs_input(p);
-}
-
-/* x in the order of rows, where up does not make that copy on its way. */
-static cumoe_status copy_x(const pass *p, const route_pointers *route, void *to, bool dropping)
-{
-  const cumoe_moe_desc *d = &p->plan->desc;
-  copy_rows_args c = {.map = route_rows(p, *route),
-                      .a = {p->args->x.data, p->args->x.ld, d->dtype, OF_TOKEN},
-                      .to = to,
-                      .to_ld = d->hidden,
-                      .cols = d->hidden,
-                      .dtype = d->dtype};
-  if (dropping && drops(p)) {
-    c.map.pair_weights = p->pair_weights.data;
-    c.map.pair_weights_ld = p->pair_weights.ld;
-  }
-  return dispatch(p->context, OP_copy_rows, &c, p->stream);
-}
-
 /* Gate and up before the activation, of the routed experts or (route NULL) of the shared one. One product, where gate
  * and up are one matrix; else two. */
 static cumoe_status keep_rows(const pass *p, const struct weights *w, const route_pointers *route, size_t to)
@@ -145,12 +122,17 @@ static cumoe_status keep_rows(const pass *p, const struct weights *w, const rout
   g.gated = 0;
   g.c = region(p->kept, to);
   g.c_ld = halves * w->inter;
-  if (route && (p->at.has_x || copies_x(p))) {
-    void *rows = p->at.has_x ? region(p->kept, p->at.x) : p->rows;
-    TRY(copy_x(p, route, rows, p->at.has_x));
-    g.a = rows;
+  if (route && copies_x(p)) {
+    const copy_rows_args c = {.map = route_rows(p, *route),
+                              .a = {p->args->x.data, p->args->x.ld, d->dtype, OF_TOKEN},
+                              .to = p->rows,
+                              .to_ld = d->hidden,
+                              .cols = d->hidden,
+                              .dtype = d->dtype};
+    g.a = p->rows;
     g.a_ld = d->hidden;
     g.packed = 1;
+    TRY(dispatch(p->context, OP_copy_rows, &c, p->stream));
   }
   if (join_halves(w, &g.b, &order)) {
     g.n *= 2;
@@ -233,13 +215,7 @@ static void link_experts(const pass *p, linked_experts *l)
   down->protocol.early_inputs = true;
   up->protocol.progress = down->protocol.progress = p->progress;
   up->protocol.by_expert = down->protocol.by_expert = hands_over(up_row, down_row);
-  if (p->at.has_x)
-    up->protocol.x_copy = region(p->kept, p->at.x);
-  else if (copies_rows(&p->context->machine, up_row, &shape))
-    up->protocol.x_copy = down->c;
-  if (!p->at.has_x || !drops(p)) return;
-  up->pair_weights = p->pair_weights.data;
-  up->pair_weights_ld = p->pair_weights.ld;
+  if (copies_rows(&p->context->machine, up_row, &shape)) up->protocol.x_copy = down->c;
 }
 
 /* Down's launch reads nothing of up's that its kernel does not wait for. */

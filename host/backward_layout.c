@@ -34,9 +34,6 @@ cumoe_status lay_out_kept(const char *name, const struct plan *plan, int64_t tok
   at->z = carve(&c, pairs, halves * d->inter, element);
   at->shared_z = carve(&c, tokens, halves * d->shared_inter, element);
   at->shared_logit = carve(&c, d->shared_inter ? tokens : 0, 1, 4);
-  at->has_x = d->flags & CUMOE_MOE_KEEP_ROWS && !on_cpu(plan->context) && d->dtype != CUMOE_F32 &&
-              !(d->routing.flags & CUMOE_ROUTE_WEIGHT_ON_INPUT);
-  if (at->has_x) at->x = carve(&c, pairs, d->hidden, element);
   at->bytes = c.at;
   return check_carved(name, &c, tokens);
 }

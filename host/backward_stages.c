@@ -241,7 +241,7 @@ static void activate(down_activated_args *d, const drawn_work *work)
   d->along = work->parts;
   d->z_rows = work->z_rows;
   d->scale = act->scale;
-  if (!work->copy) return;
+  if (!beside->to) return;
   beside->cleared[0] = act->h;
   beside->cleared[1] = act->d_z;
   beside->cleared_vectors[0] = (int32_t)(half / 16);

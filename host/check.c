@@ -346,8 +346,7 @@ static cumoe_status check_types(const cumoe_moe_desc *d)
           d->dtype == CUMOE_F32 ? "" : " or f32");
   REQUIRE(d->act >= CUMOE_ACT_SILU && d->act <= CUMOE_ACT_SWIGLU_OAI, CUMOE_ERR_INVALID_ARGUMENT,
           "desc.act is %d, not a cumoe_act", (int)d->act);
-  const uint32_t known = CUMOE_MOE_UNGATED | CUMOE_MOE_UNREDUCED | CUMOE_MOE_LIMIT_AFTER | CUMOE_MOE_BATCH_INVARIANT |
-                         CUMOE_MOE_KEEP_ROWS;
+  const uint32_t known = CUMOE_MOE_UNGATED | CUMOE_MOE_UNREDUCED | CUMOE_MOE_LIMIT_AFTER | CUMOE_MOE_BATCH_INVARIANT;
   REQUIRE(!(d->flags & ~known), CUMOE_ERR_INVALID_ARGUMENT, "desc.flags is 0x%x, known are 0x%x", d->flags, known);
   REQUIRE(!(d->act == CUMOE_ACT_SWIGLU_OAI && d->flags & CUMOE_MOE_LIMIT_AFTER), CUMOE_ERR_NOT_SUPPORTED,
           "desc.act SWIGLU_OAI is limited before, desc.flags says LIMIT_AFTER");

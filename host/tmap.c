@@ -247,12 +247,6 @@ static bool operand_serves(const row_matrix *m)
   return m->form == OF_ROW && format_bits(format) == 16 && matrix_serves(m->base, m->ld, format);
 }
 
-/* b as tensor maps read it. */
-static row_matrix loose_rows(const weight_gradient_args *g)
-{
-  return g->b_rows.base ? (row_matrix){g->b_rows.base, g->b_rows.ld, g->b.dtype, OF_ROW} : g->b;
-}
-
 static bool units_fit(const weight_gradient_args *g)
 {
   const int64_t most = (int64_t)g->map.experts * 2 * ((g->n + 63) / 64);
@@ -265,8 +259,7 @@ bool tmap_serves_gradient(const weight_gradient_args *g)
   const gradient_rows d = rows_of_gradient(g);
   const bool gated = g->halves == 2;
   if (!g->padded || g->weighs != WEIGHS_NONE || g->a_n != 1 || !units_fit(g)) return false;
-  const row_matrix b = loose_rows(g);
-  if (!operand_serves(&g->a) || !operand_serves(&b)) return false;
+  if (!operand_serves(&g->a) || !operand_serves(&g->b)) return false;
   if (g->d.table[0] || g->d.table[1] || (g->d.k_stride != 1 && g->d.n_stride != 1)) return false;
   if (!matrix_serves(first_half(&g->d, gated), d.ld, format)) return false;
   if (gated && !stride_fits(half_distance(&g->d))) return false;
@@ -276,14 +269,13 @@ bool tmap_serves_gradient(const weight_gradient_args *g)
 /* (column, row) */
 static tensor gradient_operand(const weight_gradient_args *g, const variant *v, bool outputs)
 {
-  const row_matrix m = outputs ? g->a : loose_rows(g);
-  const int64_t rows = !outputs && g->b_rows.base ? g->b_rows.rows : g->map.rows_cap;
+  const row_matrix *m = outputs ? &g->a : &g->b;
   const int64_t last = g->a_half[g->halves - 1], first = g->a_half[0];
   return (tensor){
-      .base = m.base,
+      .base = m->base,
       .rank = 2,
-      .size = {(uint64_t)(outputs ? (first > last ? first : last) + g->n : g->k), (uint64_t)rows},
-      .stride = {1, m.ld},
+      .size = {(uint64_t)(outputs ? (first > last ? first : last) + g->n : g->k), (uint64_t)g->map.rows_cap},
+      .stride = {1, m->ld},
       .box = {128 / sizeof(uint16_t), (uint32_t)v->bk},
   };
 }

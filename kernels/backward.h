@@ -97,24 +97,16 @@ typedef struct rows_product_args {
   float scale;
 } rows_product_args;
 
-/* Rows of experts one behind the other, as the route has them: those of expert e begin at offsets[e]. */
-typedef struct ordered_rows {
-  const void *base; /* NULL: none */
-  const int32_t *offsets;
-  int64_t ld, rows;
-} ordered_rows;
-
 /*
  * d_h(e, n, k) = sum over rows r of e of scale * a(r)[a_half[h] + n * a_n] * b(r)[k]; its bias: without b(r). a or b is
  * multiplied by the pair's weight first, if `weighs` says so. Added to what is there if `accumulates`: then that of an
  * expert without rows stays as it is. padded: rows are, a and b are OF_ROW and zeros where no pair is, up to the next
- * multiple of ROW_STEP; but b may be of tokens, and then also lie in b_rows. weight_gradient: all but the bias, which is there; bias_gradient: the bias. Unit: (expert,
+ * multiple of ROW_STEP. weight_gradient: all but the bias, which is there; bias_gradient: the bias. Unit: (expert,
  * half, block of GRADIENT_BLOCK n), n fastest.
  */
 typedef struct weight_gradient_args {
   row_map map;
   row_matrix a, b;
-  ordered_rows b_rows;
   expert_matrix d; /* written */
   int64_t a_half[2], a_n;
   int32_t d_dtype, halves, n, k;

@@ -767,31 +767,6 @@ static void test_nan(cumoe_context context)
   case_end();
 }
 
-/* Also where rows of x are kept, and lie beside those of other experts. */
-static void test_nan_kept(cumoe_context context)
-{
-  enum { TOKEN = 11 };
-  layer_spec s = layer_spec_new(CUMOE_BF16, 37, 72, 40);
-  s.input = INPUT_IDS;
-  s.desc.flags = CUMOE_MOE_KEEP_ROWS;
-  s.desc.routing.top_k = 2;
-  case_begin("a NaN in one token's x, of which a row is dropped");
-  layer_inputs in = layer_inputs_new(&s);
-  for (int c = 0; c < s.desc.hidden; c++) tensor_set(&in.x, TOKEN, c, NAN);
-  for (int j = 0; j < 2; j++) {
-    tensor_set(&in.ids, TOKEN, j, 1 + 3 * j);
-    tensor_set(&in.id_weights, TOKEN, j, j ? 0 : .5);
-  }
-  const tensor d_out = d_out_new(&s);
-  const wish w = {.dtype = CUMOE_F32, .d_out = &d_out, .kept = true};
-  const grads g = run_backward(context, &s, &in, &w);
-  for (int e = 0; e < s.desc.num_experts; e++) {
-    const place at = oracle_place(&g.routed.host, PLAIN_UP, e, 3, 0);
-    CHECK_MSG(isnan(get(&at.projection->data, at.row, at.col)) == (e == 1), "expert %d", e);
-  }
-  case_end();
-}
-
 /* ---- logits that are not finite; what was kept and is no longer ------------------------------------- */
 
 static void test_not_finite(cumoe_context context)
@@ -978,7 +953,6 @@ static void run_gradient_row(cumoe_context context, cumoe_context cpu, const cum
   s.desc.hidden = i < 8 ? 264 : 392;
   s.desc.inter = i < 8 ? 200 : 24;
   s.desc.num_experts = i < 8 ? 6 : 90;
-  if (i % 4 != 1) s.desc.flags |= CUMOE_MOE_KEEP_ROWS;
   s.form = (weights_form){.gate_order = orders[i % 4], .up_major = 1 + i / 4 % 2, .down_major = 1 + i / 2 % 2};
   case_begin("%s: %s, %d", v->name, pattern_name(p), i);
   layer_inputs in = whole_inputs(&s);
@@ -1060,18 +1034,16 @@ static layer_spec kept_spec(const cumoe_variant_info *v, int i)
   return s;
 }
 
-/* Two runs give the same bits, also if only one of them keeps rows of x; and the CPU device, given the same experts,
- * what the first gives. */
+/* Two runs give the same bits, and the CPU device, given the same experts, what the first gives. */
 static void check_beside_cpu(cumoe_context context, cumoe_context cpu, const layer_spec *s, const layer_inputs *in,
                              const wish *one, const wish *other)
 {
   test_poison = 0xff;
   const grads got = run_backward(context, s, in, one);
   test_poison = 0x3c;
-  layer_spec rows = *s, chosen = *s;
-  rows.desc.flags |= CUMOE_MOE_KEEP_ROWS;
-  const grads again = run_backward(context, &rows, in, other);
+  const grads again = run_backward(context, s, in, other);
   check_grads_equal(s, &got, &again);
+  layer_spec chosen = *s;
   layer_inputs given = *in;
   chosen.chosen = true;
   given.ids = got.ids;
@@ -1621,7 +1593,6 @@ static const test_group groups[] = {
     ALONE("threads", test_threads, ONCE),
     ALONE("captured", test_graph, ON_CUDA),
     GROUP("nan", test_nan, ANYWHERE),
-    GROUP("nan in kept rows", test_nan_kept, ANYWHERE),
     GROUP("losses", test_losses, ANYWHERE),
     GROUP("gate alone", test_gate_stage, ANYWHERE),
     GROUP("products alone", test_product_stages, ANYWHERE),

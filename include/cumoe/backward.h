@@ -82,9 +82,8 @@ typedef struct cumoe_moe_grads {
   cumoe_view_mut workspace;       /* [1, bytes] u8, 256-byte aligned, bytes from cumoe_moe_backward_workspace */
 } cumoe_moe_grads;
 
-/* Bytes of what cumoe_moe_forward_keep leaves of `tokens` tokens: routing and pre-activations; with CUMOE_MOE_KEEP_ROWS
- * on CUDA, in bf16 or f16 and without WEIGHT_ON_INPUT, also x in the order of rows, T * k * H elements, of which
- * backward then makes no copy of its own. Exact, monotone, 0 for 0 tokens; no CUDA call. */
+/* Bytes of what cumoe_moe_forward_keep leaves of `tokens` tokens: routing and pre-activations. Exact, monotone, 0 for 0
+ * tokens; no CUDA call. */
 CUMOE_CHECKED cumoe_status cumoe_moe_kept(cumoe_plan plan, int64_t tokens, size_t *bytes);
 
 /*

@@ -224,11 +224,10 @@ enum {
   CUMOE_MOE_UNREDUCED = 1u << 1,      /* out is [T * k, H]: row t*k+j = y of slot j, not weighted, 0 for a dropped
                                     slot and, with WEIGHT_ON_INPUT, for one of weight 0 */
   CUMOE_MOE_LIMIT_AFTER = 1u << 2,    /* act_limit bounds act(g), not g: step3p7. Not with SWIGLU_OAI */
-  CUMOE_MOE_BATCH_INVARIANT = 1u << 3, /* a token's results do not depend, bit for bit, on what else is in the batch:
+  CUMOE_MOE_BATCH_INVARIANT = 1u << 3 /* a token's results do not depend, bit for bit, on what else is in the batch:
                                          kernels are chosen without T. On an H200, bf16, T 1 takes 1.3 to 2.6 times as
                                          long, T 8 1.07 to 1.35 times, many tokens no longer. Of forward and of the
                                          stages that take the plan; the router's: cumoe_router_with */
-  CUMOE_MOE_KEEP_ROWS = 1u << 4 /* cumoe_moe_forward_keep also keeps x in the order of rows (backward.h) */
 };
 
 /*

@@ -46,7 +46,6 @@ struct gradient_grid {
   int32_t p_tiles, q_tiles;     /* tiles of a half */
   int32_t p_all, q_all;         /* tiles of all halves */
   bool across;                  /* q are outputs and p inputs; else the other way round */
-  bool loose;                   /* b's rows are not filled up */
   bool share_p;                 /* the two tiles are neighbours along q, and share p; else the other way round */
   int32_t tall, wide;           /* units along p, along q */
   int32_t experts_on, units_on; /* steps from a cluster's unit to its next one */
@@ -61,7 +60,6 @@ template <class S> DEVICE gradient_grid gradient_grid_of(const weight_gradient_a
   m.q = m.across ? g.n : g.k;
   m.p_tiles = ceil_div(m.p, S::BM), m.q_tiles = ceil_div(m.q, S::BN);
   m.p_all = m.p_tiles * (m.across ? 1 : g.halves), m.q_all = m.q_tiles * (m.across ? g.halves : 1);
-  m.loose = g.b_rows.base != nullptr;
   m.share_p = m.q_all % 2 == 0 || m.p_all % 2 != 0;
   m.tall = m.share_p ? m.p_all : m.p_all / 2;
   m.wide = m.share_p ? ceil_div(m.q_all, 2) : m.q_all;
@@ -72,10 +70,10 @@ template <class S> DEVICE gradient_grid gradient_grid_of(const weight_gradient_a
   return m;
 }
 
-/* An expert's rows, kept inside [0, rows_cap). */
+/* An expert's rows, kept inside [0, rows_cap): the first one, and how many halves of BK, which is a step. */
 struct row_steps {
-  int32_t first, count;
-  template <class S> DEVICE int32_t steps() const { return ceil_div(count, (int)S::BK); }
+  int32_t first, halves;
+  DEVICE int32_t steps() const { return (halves + 1) / 2; }
 };
 
 template <class S> DEVICE row_steps steps_of_expert(const row_map &map, int expert)
@@ -83,7 +81,7 @@ template <class S> DEVICE row_steps steps_of_expert(const row_map &map, int expe
   const int64_t cap = map.rows_cap, begin = map.counts ? load_relaxed(map.offsets + expert) : 0,
                 count = map.counts ? load_relaxed(map.counts + expert) : token_total(map.tokens),
                 first = min(max(begin, (int64_t)0), cap), kept = min(max(count, (int64_t)0), cap - first);
-  return {(int32_t)first, (int32_t)kept};
+  return {(int32_t)first, (int32_t)ceil_div(kept, (int64_t)(S::BK / 2))};
 }
 
 /* The tile of one CTA: number p and q among those of all halves. q == q_all: an odd one out, there is none. */
@@ -178,12 +176,6 @@ template <class S> DEVICE int32_t boxes_of_q(const gradient_grid &m, const gradi
   return min(ceil_div(m.q - q.first, (int)S::BLOCK), (int)S::Q_BOXES);
 }
 
-/* b's first row of an expert, where it has rows of its own order. */
-DEVICE int32_t first_loose(const ordered_rows &b, int32_t expert)
-{
-  return (int32_t)min(max((int64_t)load_relaxed(b.offsets + expert), (int64_t)0), b.rows);
-}
-
 template <class S, bool SHARE_P>
 DEVICE void produce_gradient(const weight_gradient_sm90_args &args, gradient_smem<S> &smem)
 {
@@ -193,19 +185,18 @@ DEVICE void produce_gradient(const weight_gradient_sm90_args &args, gradient_sme
   for (auto cursor = gradient_cursor::first<S>(m); cursor.expert < args.g.map.experts; cursor.advance(m)) {
     const gradient_tile tile = cursor.tile(m);
     const row_steps rows = smem.rows[cursor.expert];
-    const int32_t steps = rows.steps<S>(), boxes = boxes_of_q<S>(m, tile);
+    const int32_t steps = rows.steps(), boxes = boxes_of_q<S>(m, tile);
     const int32_t p = column_of_tile(args.g, !m.across, tile.p, m.p_tiles, S::BM),
                   q = column_of_tile(args.g, m.across, tile.q, m.q_tiles, S::BN);
-    const int32_t b_first = m.loose ? first_loose(args.g.b_rows, cursor.expert) : rows.first;
-    int32_t p_row = m.across ? b_first : rows.first, q_row = m.across ? rows.first : b_first;
 #pragma unroll 1
-    for (int32_t step = 0; step < steps; step++, p_row += S::BK, q_row += S::BK, at.advance()) {
+    for (int32_t step = 0; step < steps; step++, at.advance()) {
       wait_for(&smem.empty[at.stage], at.phase ^ 1);
       if (elect_one()) {
         uint64_t *full = &smem.full[at.stage];
+        const int32_t row = rows.first + step * S::BK;
         mbarrier_arrive_expect_tx(full, (S::P_BOXES + boxes) * S::BOX * (int)sizeof(typename S::X));
-        copy_operand<S, S::P_BOXES, SHARE_P>(smem.p[at.stage], args.p, p, p_row, full, S::P_BOXES);
-        copy_operand<S, S::Q_BOXES, !SHARE_P>(smem.q[at.stage], args.q, q, q_row, full, boxes);
+        copy_operand<S, S::P_BOXES, SHARE_P>(smem.p[at.stage], args.p, p, row, full, S::P_BOXES);
+        copy_operand<S, S::Q_BOXES, !SHARE_P>(smem.q[at.stage], args.q, q, row, full, boxes);
       }
       __syncwarp();
     }
@@ -219,36 +210,14 @@ template <class S> DEVICE void release_gradient_stage(gradient_smem<S> &smem, in
   if (lane_id() < S::CLUSTER) mbarrier_arrive_cluster(&smem.empty[stage], lane_id());
 }
 
-/* Clears what a stage's first MOST rows have of b behind the expert's: rows of the next one, whose Inf and NaN would not
- * vanish in products with a's zeros. Each group clears all that it reads. */
-template <class S, int MOST> DEVICE void clear_tail(gradient_smem<S> &smem, int stage, int group, int rows)
-{
-  if (!smem.grid.loose) return;
-  const bool in_p = smem.grid.across;
-  const int boxes = in_p ? S::BLOCKS : S::Q_BOXES, thread = (int)threadIdx.x % S::GROUP;
-  const uint32_t to = shared_address(in_p ? smem.p[stage] + group * S::BLOCKS * S::BOX : smem.q[stage]) + thread % 8 * 16;
-#pragma unroll 1
-  for (int row = rows + thread / 8; row < MOST; row += S::GROUP / 8)
-#pragma unroll
-    for (int box = 0; box < S::Q_BOXES; box++) {
-      if (box >= boxes) break;
-      sts_64(to + box * S::BOX * 2 + row * 128, 0.f, 0.f);
-      sts_64(to + box * S::BOX * 2 + row * 128 + 8, 0.f, 0.f);
-    }
-  fence_proxy_async_shared();
-  bar_sync(1 + group, S::GROUP);
-}
-
 /* Adds a stage's first SIXTEENS * 16 rows to a tile's first N columns of q; `before` is the stage before, or -1, which
- * is released when these products are under way and its own have ended. LAST: the expert has no
- * more than `rows` of these. */
-template <class S, int N, int SIXTEENS, bool LAST>
-DEVICE void sum_stage(gradient_smem<S> &smem, pipeline_state<S::STAGES> &at, int group, int rows, int &before,
+ * is released when these products are under way and its own have ended. */
+template <class S, int N, int SIXTEENS>
+DEVICE void sum_stage(gradient_smem<S> &smem, pipeline_state<S::STAGES> &at, int group, int &before,
                       float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
   constexpr int K16 = 16 * 128 >> 4, NEXT = S::BOX * 2 >> 4;
   wait_for(&smem.full[at.stage], at.phase);
-  if (LAST) clear_tail<S, SIXTEENS * 16>(smem, at.stage, group, rows);
   const uint64_t a = wgmma_operand(smem.p[at.stage] + group * S::BLOCKS * S::BOX);
   const uint64_t b = wgmma_operand_n_major(smem.q[at.stage], S::BOX * 2);
   wgmma_fence();
@@ -266,16 +235,13 @@ DEVICE void sum_stage(gradient_smem<S> &smem, pipeline_state<S::STAGES> &at, int
 
 /* acc = the sum over the expert's rows. The last stage may have half of its rows, or less. */
 template <class S, int N>
-DEVICE void sum_rows(gradient_smem<S> &smem, pipeline_state<S::STAGES> &at, int group, int rows,
+DEVICE void sum_rows(gradient_smem<S> &smem, pipeline_state<S::STAGES> &at, int group, int halves,
                      float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
   int before = -1;
 #pragma unroll 1
-  for (; rows >= S::BK; rows -= S::BK) sum_stage<S, N, S::BK / 16, false>(smem, at, group, rows, before, acc);
-  if (rows > S::BK / 2)
-    sum_stage<S, N, S::BK / 16, true>(smem, at, group, rows, before, acc);
-  else if (rows > 0)
-    sum_stage<S, N, S::BK / 32, true>(smem, at, group, rows, before, acc);
+  for (; halves > 1; halves -= 2) sum_stage<S, N, S::BK / 16>(smem, at, group, before, acc);
+  if (halves) sum_stage<S, N, S::BK / 32>(smem, at, group, before, acc);
   wgmma_wait_group<0>();
 #pragma unroll
   for (int i = 0; i < S::BLOCKS; i++) hold(acc[i]);
@@ -423,18 +389,18 @@ template <class S> DEVICE void consume_gradient(const weight_gradient_sm90_args 
     const row_steps rows = smem.rows[cursor.expert];
     const gradient_place place = gradient_place::of<S>(args, m, tile, group);
     if (place.row >= m.p || tile.q >= m.q_all) {
-      skip_rows<S>(smem, at, rows.steps<S>());
+      skip_rows<S>(smem, at, rows.steps());
       continue;
     }
-    if (args.g.accumulates && rows.count == 0) continue;
+    if (args.g.accumulates && rows.halves == 0) continue;
     if (lane_id() == 0) smem.tiles[warp_id()] = tile;
     if (args.g.accumulates && threadIdx.x % S::GROUP == 0) fetch_slots<S>(args, smem, group, slot.stage, place);
     __syncwarp();
     float acc[S::BLOCKS][S::ACCUMULATORS] = {}; /* anew: kept from tile to tile, ptxas would move them amid wgmmas */
     if (m.q - place.column <= S::NARROW)
-      sum_rows<S, S::NARROW>(smem, at, group, rows.count, acc);
+      sum_rows<S, S::NARROW>(smem, at, group, rows.halves, acc);
     else
-      sum_rows<S, S::BN>(smem, at, group, rows.count, acc);
+      sum_rows<S, S::BN>(smem, at, group, rows.halves, acc);
     finish_gradient<S>(args, smem, group, slot, acc);
     __syncwarp(); /* the tile is read before the next one is written */
   }

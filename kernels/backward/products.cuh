@@ -183,7 +183,7 @@ struct gradient_row {
 
 DEVICE gradient_row gradient_row_of(const weight_gradient_args &g, int64_t row, bool there)
 {
-  if (there && g.padded && g.b.form == OF_ROW) return {row * g.a.ld, row * g.b.ld, 1.f, 1.f};
+  if (there && g.padded) return {row * g.a.ld, row * g.b.ld, 1.f, 1.f};
   const int64_t pair = there ? pair_kept(g.map, row) : -1;
   if (pair < 0) return {-1, -1, 0, 0};
   const float weight = weight_of_pair(g.map, pair);

@@ -76,14 +76,8 @@ DEVICE void copy_row_scales(const gemm_args &args, int32_t first, int count, int
     to[g * SCALE_LD(args.rows_cap)] = from >= 0 ? args.a_scale[g * args.a_scale_ld + from] : 0.f;
 }
 
-DEVICE float weight_of_copied(const gemm_args &args, int32_t pair)
-{
-  const uint32_t token = (uint32_t)pair / (uint32_t)args.top_k;
-  return __ldg(args.pair_weights + token * args.pair_weights_ld + (uint32_t)pair % (uint32_t)args.top_k);
-}
-
-/* Whole warps, any number of them. The next ticket is drawn while one is copied. DROPS: pairs of weight 0 get zeros. */
-template <class X, bool DROPS = false> DEVICE void copy_rows(const gemm_args &args)
+/* Whole warps, any number of them. The next ticket is drawn while one is copied. */
+template <class X> DEVICE void copy_rows(const gemm_args &args)
 {
   const int32_t total = rows_to_copy(args), tickets = total ? (total - 1) / COPY_TICKET + 1 : 0;
   int32_t pairs = (int32_t)token_total(args.tokens) * args.top_k; /* below 2^31 */
@@ -97,8 +91,7 @@ template <class X, bool DROPS = false> DEVICE void copy_rows(const gemm_args &ar
       pairs = (int32_t)token_total(args.tokens) * args.top_k; /* registers are full */
     const bool there = (uint32_t)pair < (uint32_t)pairs;
     if (!there) report_fault_inline(args.fault, FAULT_ROUTE, 0, pair);
-    const bool dropped = DROPS && there && args.pair_weights && weight_of_copied(args, pair) == 0;
-    const int32_t token = there && !dropped ? (int32_t)((uint32_t)pair / (uint32_t)args.top_k) : -1;
+    const int32_t token = there ? (int32_t)((uint32_t)pair / (uint32_t)args.top_k) : -1;
 #pragma unroll 1
     for (int i = 0; i < count; i++) copy_row<X>(args, first + i, __shfl_sync(ALL_LANES, token, i));
     if constexpr (operand<X>::BITS == 8) copy_row_scales(args, first, count, token);

@@ -67,9 +67,7 @@ DEVICE void store_kept(const gemm_sm90_args &args, wgmma_staging<S> &smem, const
 {
   const channel_span span = span_of_warp<S>(args.g, consumer);
   uint4 *staged = smem.staged[group][warp_id() % 4];
-  gemm_args g = args.g;
-  g.pair_weights = nullptr; /* they only say which pairs are dropped */
-  if (finish_kind_of(g) == FINISH_silu)
+  if (finish_kind_of(args.g) == FINISH_silu)
     store_kept_as<S, FINISH_silu>(args, staged, unit, span, acc);
   else
     store_kept_as<S, FINISH_swiglu>(args, staged, unit, span, acc);

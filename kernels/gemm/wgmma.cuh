@@ -519,7 +519,7 @@ template <class S> DEVICE void produce(const gemm_sm90_args &args, wgmma_smem<S>
     if (warp_id() == 1) find_units<S>(args, smem);
     if (warp_id() > 1 && copies<S>(args.g)) return copy_rows<typename S::X>(args.g);
   } else {
-    if (copies<S>(args.g) && warp_id() != 0 && !helps) return copy_rows<typename S::X, S::KEEPS>(args.g);
+    if (copies<S>(args.g) && warp_id() != 0 && !helps) return copy_rows<typename S::X>(args.g);
     if constexpr (S::DRAWS)
       if (warp_id() != 0) return copy_beside(*beside);
     if (warp_id() == 0) produce_units<S, false>(args, smem);
