@@ -311,10 +311,10 @@ static bool waits_in_put(const ep_round *r)
   return waits_in_answer(r) && !r->c->g->shared;
 }
 
-/* Answers go as packets: decided by what all ranks have in common. */
-static bool by_packets(const ep_round *r)
+/* How answers go: decided by what all ranks have in common. */
+static ep_form answers_of(const ep_round *r)
 {
-  return most_of_round(r->c, r->number) <= r->shape.packets;
+  return ep_form_of(&r->shape, most_of_round(r->c, r->number));
 }
 
 /* What ran before may have been a call by itself. of: as wire_move has it. */
@@ -466,7 +466,7 @@ static bool fills_in_put(const ep_round *r)
 static layer_ends ends_of(const ep_round *r)
 {
   const group *g = r->c->g;
-  const bool answers = by_packets(r) && r->c->whole && !r->move.counts; /* those finish adds up */
+  const bool answers = answers_of(r) == EP_PACKETS && r->c->whole && !r->move.counts; /* those finish adds up */
   return (layer_ends){.rank_tokens = most_of_round(r->c, r->number) * g->shape.ranks,
                       .filled = fills_in_put(r),
                       .returns = !on_cpu(g->context),
@@ -503,13 +503,13 @@ static combine_args collecting(const ep_round *r)
   return combine;
 }
 
-/* Of packets. The one grid that answers, waits and sums up starts early where another answers. tells: that one does
- * not say that it has read all. */
+/* Of packets and lines. The one grid that answers, waits and sums up starts early where another answers. tells: that
+ * one does not say that it has read all. */
 static cumoe_status finish(const ep_round *r, bool answers, bool sums, bool tells)
 {
   const combine_args collect = collecting(r);
   ep_args a = r->move;
-  a.packets = 1;
+  a.packets = answers_of(r);
   a.then_waits = sums;
   a.tells = tells;
   a.early = sums && !answers && r->c->whole;
@@ -520,7 +520,7 @@ static cumoe_status finish(const ep_round *r, bool answers, bool sums, bool tell
 static cumoe_status run_return(const ep_round *r, const combine_args *combine)
 {
   ep_args a = r->move;
-  a.packets = by_packets(r);
+  a.packets = answers_of(r);
   a.then_waits = waits_in_answer(r) && !a.packets;
   return launch_move(r, MOVE_RETURN, a, combine);
 }
@@ -543,7 +543,7 @@ static cumoe_status serve_round(const ep_round *r)
   TRY(forward_between(c->g->shard, c->weights, &a, c->stream, &ends));
   if (ends.combines) TRY(run_return(r, &ends.combine));
   if (ends.fews) TRY(run_few(r, &ends));
-  if (by_packets(r)) {
+  if (answers_of(r) != EP_ROWS) {
     const bool answered = ends.combines || ends.fews;
     return answered && !c->whole ? CUMOE_OK : finish(r, !answered, c->whole, ends.fews);
   }
@@ -561,7 +561,7 @@ static cumoe_status collect(const ep_round *r)
 
 static cumoe_status combine_round(const ep_round *r)
 {
-  if (by_packets(r)) return r->c->whole ? CUMOE_OK : finish(r, false, true, false);
+  if (answers_of(r) != EP_ROWS) return r->c->whole ? CUMOE_OK : finish(r, false, true, false);
   if (!waits_in_answer(r)) TRY(run_move(r, MOVE_WAIT_ANSWERS));
   return collect(r);
 }

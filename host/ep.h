@@ -67,7 +67,7 @@ typedef struct group {
   ep_layout at, few; /* few: of exchanges of up to few_tokens */
   int64_t few_tokens;
   ep_ways ways;
-  int32_t rank;
+  int32_t rank, here;         /* here: ranks whose arena is on this GPU */
   int64_t timeout_ns;         /* any thread may change it, and the word in the arena, which calls read */
   ep_part next[EP_MAX_LANES]; /* on the CPU device, where a call that has returned is done: what each lane expects */
   cudaStream_t stream;        /* on a GPU, as all of these: for what the host says */

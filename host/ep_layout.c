@@ -39,6 +39,7 @@ static ep_layout lay_out(const ep_shape *s, ep_layout *few)
   const uint64_t packets = ranks * (uint64_t)s->packets;
   l.slots = take(&lane, packets * k * EP_PACKET);
   l.sums = take(&lane, packets * (uint64_t)ep_packet_row(s));
+  l.lines = take(&lane, packets * (uint64_t)ep_line_row(s));
   *few = l;
   take_segments(&lane, s, ep_few_tokens(s), few);
   l.lane = few->lane = head;

@@ -169,13 +169,14 @@ static cumoe_status open_few(group *g)
 }
 
 /* Kernels store to other GPUs' memory: this device has to reach it. */
-static cumoe_status reach(const group *g, int32_t rank)
+static cumoe_status reach(group *g, int32_t rank)
 {
   struct cudaPointerAttributes facts;
   int can = 0;
   TRY_CUDA(cudaPointerGetAttributes(&facts, g->arenas[rank]));
   REQUIRE(facts.type == cudaMemoryTypeDevice, CUMOE_ERR_WRONG_DEVICE,
           "config.arenas[%d] is %p, not memory of a GPU that this process knows", (int)rank, (void *)g->arenas[rank]);
+  g->here += facts.device == g->context->device;
   if (facts.device == g->context->device) return CUMOE_OK;
   TRY_CUDA(cudaDeviceCanAccessPeer(&can, g->context->device, facts.device));
   REQUIRE(can, CUMOE_ERR_NOT_SUPPORTED, "config.arenas[%d] is on CUDA device %d, which device %d cannot reach",
@@ -247,19 +248,24 @@ static launch_shape grid_of_rows(const ep_shape *s, int64_t rows, ep_args *a)
 static launch_shape grid_of_return(const group *g, ep_args *a)
 {
   const ep_shape *s = &a->shape;
-  const int64_t each = COMBINE_TOKENS(s->top_k), columns = EP_RETURN_THREADS * 16 / s->element;
+  const int64_t each = COMBINE_TOKENS(s->top_k), of_warp = a->packets == EP_LINED ? EP_LINE_VECTORS : 32;
+  const int64_t columns = EP_RETURN_THREADS / 32 * of_warp * 16 / s->element;
   const int64_t all = s->ranks * ((s->capacity + each - 1) / each) * ((s->hidden + columns - 1) / columns);
   a->movers = (int32_t)between(all, 1, (int64_t)EP_RETURN_RESIDENT * g->context->machine.sms);
   return (launch_shape){.grid = {(unsigned)a->movers, 1, 1}, .block = {EP_RETURN_THREADS, 1, 1}};
 }
 
-/* A thread for 16 bytes of each row to answer and of each sum, but so few CTAs that all may wait, also those of ranks
- * that share a GPU; and one for flags. */
-static launch_shape grid_of_finish(const ep_shape *s, ep_args *a)
+/* By packets a thread for 16 bytes of each row to answer and of each sum, by lines a warp for 30 times as much of each
+ * sum, but so few CTAs that all may wait, also those of ranks that share a GPU; and one for flags. */
+static launch_shape grid_of_finish(const group *g, ep_args *a)
 {
+  const ep_shape *s = &a->shape;
+  const bool lined = a->packets == EP_LINED;
   const int64_t items = s->packets * (int64_t)s->ranks * s->hidden * s->element / 16;
-  const int64_t most = between(EP_FINISH_CTAS / s->ranks, EP_FINISH_LEAST, EP_FINISH_MOST);
-  a->movers = (int32_t)between((items + EP_MOVE_THREADS - 1) / EP_MOVE_THREADS, 1, most);
+  const int64_t threads = lined ? s->packets * (ep_line_row(s) / 16) : items;
+  const int64_t most = lined ? between(EP_FINISH_CTAS / between(g->here, 1, s->ranks), EP_FINISH_LEAST, EP_FINISH_LINED)
+                             : between(EP_FINISH_CTAS / s->ranks, EP_FINISH_LEAST, EP_FINISH_MOST);
+  a->movers = (int32_t)between((threads + EP_MOVE_THREADS - 1) / EP_MOVE_THREADS, 1, most);
   return (launch_shape){.grid = {(unsigned)a->movers + 1, 1, 1}, .block = {EP_MOVE_THREADS, 1, 1}};
 }
 
@@ -288,7 +294,7 @@ static launch_shape shape_of_move(const group *g, move which, ep_args *a)
   case MOVE_ANSWER: return grid_of_rows(s, s->capacity * s->ranks * ep_answers(s), a);
   case MOVE_FEW: return shape_of_few(g, a);
   case MOVE_RETURN: return grid_of_return(g, a);
-  case MOVE_FINISH: return grid_of_finish(s, a);
+  case MOVE_FINISH: return grid_of_finish(g, a);
   case MOVE_WAIT_TOKENS: return one_cta(EP_MOVE_THREADS);
   case MOVE_WAIT_ANSWERS: return one_cta(s->ranks * EP_FLAG_WORDS + 1); /* and a thread for the abort word */
   default: return one_cta(EP_WAIT_THREADS);

@@ -20,7 +20,7 @@
 #include "../host/ep.h"
 #include "test.h"
 
-enum { MOST_RANKS = 70, MOST_LANES = 2, MOST_EXPERTS = 32, CALLS = 3 };
+enum { MOST_RANKS = 70, MOST_LANES = 2, MOST_EXPERTS = 256, CALLS = 3 };
 enum { SHARED_INTER = 24, ROUTER_WIDTH = 16, POISON = 0xff };
 enum { SPARE = 1 << 20 }; /* bytes behind an arena: what is laid into it on purpose ends before other memory begins */
 
@@ -40,18 +40,19 @@ typedef struct world {
   bool replays, parts, counted, loses, dedup, exact, shared, residual, weigh_input, odd_ids, bias_row;
   bool routed, chosen, from_logits; /* ids and weights; ids; neither, and logits: else the router's */
   bool shortens;                    /* after its first call a rank waits for half a second only */
+  bool misplaces;                   /* the first expert's place names none of its rank; its slots weigh nothing */
   bool moves;                       /* every second call, experts in two places are in the second alone */
   bool apart, keeps, ungated;       /* router_x; ids_out and weights_out; a shared expert without a gate */
   bool by_few;                      /* the experts, on a GPU */
   bool varies;                      /* every second call is of any number of tokens, by its tokens_max */
   const uint64_t *says;             /* of each rank: its mask, 0: makes no call of it */
-  int32_t zero, identity;
+  int32_t zero, identity, groups;   /* of experts, which are ranked by their sigmoids and a bias */
   /* made */
   cumoe_moe_desc desc;
   int64_t all; /* tokens of all ranks */
   tensor x, router, gate_up, down, shared_up, shared_down, shared_gate, residual_rows, ids, weights, placement;
-  tensor logits, router_apart, x_apart, ids_kept, weights_kept;
-  int32_t local[MOST_RANKS], held[MOST_RANKS][MOST_EXPERTS]; /* experts of each rank, by their local number */
+  tensor logits, router_apart, x_apart, ids_kept, weights_kept, bias;
+  int32_t local[MOST_RANKS], (*held)[MOST_EXPERTS]; /* experts of each rank, by their local number */
 } world;
 
 static int32_t places_of(const world *w)
@@ -85,6 +86,7 @@ static int64_t placement_row(const world *w, int64_t call)
 static void place_experts(world *w)
 {
   w->placement = tensor_new(CUMOE_I32, 2 * w->experts, places_of(w));
+  w->held = scratch(MOST_RANKS, sizeof *w->held);
   for (int32_t e = 0; e < w->experts; e++) {
     for (int32_t p = 0; p < places_of(w); p++) tensor_set(&w->placement, e, p, -1);
     const int32_t scattered = (e * 5 + 1) % w->ranks, block = e * w->ranks / w->experts;
@@ -95,6 +97,16 @@ static void place_experts(world *w)
   /* A rank without any holds one that nobody asks it for: a layer has at least one expert. */
   for (int32_t r = 0; r < w->ranks; r++)
     if (w->local[r] == 0) w->held[r][w->local[r]++] = 0;
+}
+
+static void misplace(world *w)
+{
+  const int32_t rank = (int32_t)tensor_get(&w->placement, 0, 0) >> 16;
+  for (int32_t call = 0; call < 2; call++)
+    tensor_set(&w->placement, call * w->experts, 0, cumoe_ep_place(rank, w->local[rank]));
+  for (int64_t t = 0; t < w->ids.rows; t++)
+    for (int32_t slot = 0; slot < w->top_k; slot++)
+      if (tensor_get(&w->ids, t, slot) == 0) tensor_set(&w->weights, t, slot, 0);
 }
 
 static void make_kept(world *w)
@@ -119,6 +131,7 @@ static void make_world(world *w)
                              .flags = gpus && !w->by_few ? CUMOE_MOE_BATCH_INVARIANT
                                                          : 0, /* the same kernels for any tokens */
                              .routing = cumoe_routing_mixtral(w->top_k)};
+  if (w->groups) w->desc.routing = cumoe_routing_deepseek_v3(w->top_k, w->groups, w->groups / 2, 2.5f);
   w->desc.routing.zero_experts = w->zero;
   w->desc.routing.identity_experts = w->identity;
   if (w->weigh_input) w->desc.routing.flags |= CUMOE_ROUTE_WEIGHT_ON_INPUT;
@@ -134,11 +147,13 @@ static void make_world(world *w)
                         (int32_t)ids);
   w->weights = tensor_normal(&r, CUMOE_F32, rows * w->all, w->top_k, 0, .5);
   w->logits = tensor_normal(&r, CUMOE_F32, rows * w->all, ids, 0, 1);
+  w->bias = tensor_normal(&r, CUMOE_F32, 1, ids, 0, .1);
   w->router_apart = tensor_normal(&r, w->dtype, ids, ROUTER_WIDTH, 0, .4);
   w->x_apart = tensor_normal(&r, w->dtype, rows * w->all, ROUTER_WIDTH, 0, 1);
   make_kept(w);
   if (w->weights.rows) tensor_set(&w->weights, 0, 0, 0);
   place_experts(w);
+  if (w->misplaces) misplace(w);
 }
 
 /* Rows first .. of a tensor. */
@@ -197,6 +212,7 @@ static cumoe_moe_args tokens_args(const world *w, int64_t first, int64_t tokens,
     a.logits = rows_of(&w->logits, first, tokens);
   else
     a.router_weight = w->apart ? rows_of(&w->router_apart, 0, w->router.rows) : rows_of(&w->router, 0, w->router.rows);
+  if (w->groups) a.select_bias = rows_of(&w->bias, 0, 1);
   if (w->apart) a.router_x = rows_of(&w->x_apart, first, tokens);
   if (w->keeps && !w->chosen) a.ids_out = as_mut(rows_of(&w->ids_kept, first, tokens));
   if (w->keeps) a.weights_out = as_mut(rows_of(&w->weights_kept, first, tokens));
@@ -269,9 +285,9 @@ static void upload(cumoe_context context, tensor *t)
 
 static void upload_world(cumoe_context context, world *w)
 {
-  tensor *const all[] = {&w->x,           &w->router,      &w->gate_up,       &w->down,   &w->shared_up,
-                         &w->shared_down, &w->shared_gate, &w->residual_rows, &w->ids,    &w->weights,
-                         &w->placement,   &w->logits,      &w->router_apart,  &w->x_apart};
+  tensor *const all[] = {&w->x,           &w->router,      &w->gate_up,       &w->down,    &w->shared_up,
+                         &w->shared_down, &w->shared_gate, &w->residual_rows, &w->ids,     &w->weights,
+                         &w->placement,   &w->logits,      &w->router_apart,  &w->x_apart, &w->bias};
   for (size_t i = 0; i < sizeof all / sizeof *all; i++) upload(context, all[i]);
 }
 
@@ -1423,6 +1439,70 @@ static const world worlds[] = {
      .counted = true,
      .exact = true,
      .routed = true},
+    {.name = "a gate of 128 experts",
+     .ranks = 2,
+     .experts = 128,
+     .top_k = 8,
+     .dtype = CUMOE_BF16,
+     .capacity = 9,
+     .tokens = {9, 5},
+     .exact = true},
+    {.name = "a gate of 256 experts in groups, with a bias",
+     .ranks = 2,
+     .experts = 256,
+     .top_k = 8,
+     .groups = 8,
+     .dtype = CUMOE_BF16,
+     .capacity = 9,
+     .tokens = {9, 5},
+     .exact = true},
+    {.name = "sums as lines, of two slices",
+     .ranks = 3,
+     .experts = 9,
+     .top_k = 3,
+     .dtype = CUMOE_BF16,
+     .hidden = 1024,
+     .inter = 64,
+     .capacity = 13,
+     .tokens = {13, 0, 7},
+     .spread = SCATTERED,
+     .residual = true},
+    {.name = "sums as lines, then as packets, in parts and rounds",
+     .ranks = 2,
+     .lanes = 2,
+     .experts = 8,
+     .top_k = 2,
+     .dtype = CUMOE_F32,
+     .hidden = 264,
+     .inter = 16,
+     .capacity = 18,
+     .tokens_max = 30,
+     .tokens = {30, 19},
+     .parts = true},
+    {.name = "sums as lines of six ranks, counted",
+     .ranks = 6,
+     .experts = 10,
+     .top_k = 1,
+     .dtype = CUMOE_F16,
+     .hidden = 240,
+     .inter = 16,
+     .capacity = 8,
+     .tokens_max = 8,
+     .tokens = {8, 1, 0, 5, 3, 2},
+     .spread = SCATTERED,
+     .counted = true,
+     .routed = true},
+    {.name = "sums as lines, as packets and as rows, in turn",
+     .ranks = 2,
+     .experts = 8,
+     .top_k = 3,
+     .dtype = CUMOE_BF16,
+     .hidden = 328,
+     .inter = 24,
+     .capacity = 40,
+     .tokens_max = 39,
+     .tokens = {39, 20},
+     .varies = true},
     {.name = "sums of eight ranks, counted, in rounds",
      .ranks = 8,
      .experts = 16,
@@ -1865,6 +1945,18 @@ static void answers_on_gpus(void)
                      .exact = i < 2};
     run_world(&w, i == 1 || i == 2);
   }
+  for (int i = 0; i < 2 && !gave_up; i++) { /* who waits for what a rank does not have still gets an answer */
+    const world w = {.name = "an expert that its rank does not have",
+                     .ranks = 3,
+                     .experts = 4,
+                     .top_k = 1,
+                     .dtype = CUMOE_BF16,
+                     .capacity = 13,
+                     .tokens = {13, 0, 7},
+                     .routed = true,
+                     .misplaces = true};
+    run_world(&w, i);
+  }
 }
 
 static void begin_on_gpus(void)
@@ -1972,6 +2064,7 @@ static void check_layout(const ep_shape *s)
                  {l.lane + l.y, slots * row * answers},
                  {l.lane + l.slots, packets * (uint64_t)s->top_k * EP_PACKET},
                  {l.lane + l.sums, packets * (uint64_t)ep_packet_row(s)},
+                 {l.lane + l.lines, packets * (uint64_t)ep_line_row(s)},
                  {l.lane + few.x, few_slots * row},
                  {l.lane + few.ids, few_slots * (uint64_t)s->top_k * 4},
                  {l.lane + few.weights, few_slots * (uint64_t)s->top_k * 4},

@@ -4,7 +4,8 @@
  * ranks, of which the last is left out whenever the others have given up or are done, and one more call of those; it
  * may have died at any step, or go on taking its own. Three calls of three ranks, in the second of which one has
  * nothing for another: dedup. Packets: ranks of two threads each, for what one stores as packets nothing orders with
- * the other's flags; in all of three calls, or mixed with calls and ranks without. Nothing stale is read, nobody is
+ * the other's flags; in all of three calls, or mixed with calls and ranks without. Lines, whose words come at once, in
+ * all calls, or mixed with packets and rows. Nothing stale is read, nobody is
  * stuck, and nobody that stays gives up twice. A step is one store, or one look at what others stored: stores of one
  * thread are seen in its order, which is what release and acquire promise. Of each way to get it wrong (`mutant`) the
  * same search finds an example.
@@ -41,8 +42,11 @@ typedef enum mutant {
   BACK_NOT_AWAITED,    /* as all results have come */
   NEXT_BEFORE_SUMS,    /* the next call begins, and not all sums have been taken */
   DEAF_TO_ABORT,       /* who waits for a packet */
+  LINES_AS_THEY_ARE,   /* as SUMS */
+  NOT_ANSWERED,        /* a sum that a rank takes for one that nobody awaits */
   MUTANTS,
-  FIRST_OF_PACKETS = SLOTS_AS_THEY_ARE
+  FIRST_OF_PACKETS = SLOTS_AS_THEY_ARE,
+  FIRST_OF_LINES = LINES_AS_THEY_ARE
 } mutant;
 
 static const char *const mutant_names[MUTANTS] = {"as it is",
@@ -67,7 +71,9 @@ static const char *const mutant_names[MUTANTS] = {"as it is",
                                                   "slots as packets, which is not told",
                                                   "packets for all, and no wait for flags",
                                                   "a call that begins before all sums are taken",
-                                                  "waiting for a packet whatever happens"};
+                                                  "waiting for a packet whatever happens",
+                                                  "lines taken as they are",
+                                                  "a sum that is awaited and not sent"};
 
 /* What a rank does in one call, for each peer in turn. BEGIN counts the exchange, LEAVE_OUT clears the abort word:
  * once, for no peer. TELL_MASK and AWAIT_MASK are of a rank that stays, after its last call. Of packets each word by
@@ -89,6 +95,8 @@ typedef enum act {
   TAKE_SLOT,
   WRITE_SUM,
   TAKE_SUM,
+  WRITE_LINE,
+  TAKE_LINE,
   MEET,
   ACTS
 } act;
@@ -101,6 +109,9 @@ typedef struct step {
 
 enum { MOST_STEPS = (CALLS + 1) * LANES * ACTS * MOST };
 
+/* How a call's sums go. */
+typedef enum form { ROWS, WORDS, LINES } form;
+
 /* Two words, each with the number of its exchange, and the call that it is of. */
 typedef struct packet {
   uint8_t number[2], call[2];
@@ -110,7 +121,7 @@ typedef struct packet {
  * them. */
 typedef struct state {
   uint8_t at[THREADS * MOST]; /* next step; GAVE_UP. Thread t of rank r: t * ranks + r */
-  packet slots[MOST][MOST], sums[MOST][MOST];
+  packet slots[MOST][MOST], sums[MOST][MOST], lines[MOST][MOST];
   uint8_t ids[MOST][MOST], packed[MOST][MOST]; /* the latter: of the word `in` */
   uint8_t x[LANES][MOST][MOST], y[LANES][MOST][MOST], in[LANES][MOST][MOST], back[LANES][MOST][MOST];
   uint8_t some[LANES][MOST][MOST]; /* of the word `in`: it tells of tokens */
@@ -128,7 +139,8 @@ typedef struct model {
   bool loses;    /* the last rank: the others leave it out */
   bool dedup;
   int threads;
-  bool sums[CALLS], slots[CALLS][MOST]; /* which calls have packets; of slots, and which ranks */
+  form sums[CALLS];
+  bool slots[CALLS][MOST]; /* which calls and ranks have packets of slots */
   step steps[THREADS * MOST][MOST_STEPS];
   int call[THREADS * MOST][MOST_STEPS], count[THREADS * MOST];
   int after[MOST]; /* the step to go on from when it has given up; 0: none */
@@ -202,7 +214,8 @@ static void add_leaving_out(model *m, int rank)
 /* Nothing is sent to, and comes from, whom a rank has no tokens for: both sides see that in the flag. */
 static void add_all(model *m, int thread, int call, act what)
 {
-  const bool of_tokens = what == WRITE_X || what == WRITE_SLOT || what == TAKE_SUM || what == READ_Y;
+  const bool of_tokens =
+      what == WRITE_X || what == WRITE_SLOT || what == TAKE_SUM || what == TAKE_LINE || what == READ_Y;
   const int words = what == WRITE_SLOT || what == WRITE_SUM ? 2 : 1;
   for (int p = 0; p < m->ranks; p++)
     for (int i = 0; i < words; i++)
@@ -219,7 +232,7 @@ static void meet(model *m, int thread, int call, int other)
 static void add_call_of_packets(model *m, int rank, int call)
 {
   const int other = m->ranks + rank;
-  const bool sums = m->sums[call];
+  const form sums = m->sums[call];
   add_step(m, rank, call, (step){BEGIN, rank, 0, 0});
   meet(m, other, call, rank);
   if (m->slots[call][rank]) add_all(m, other, call, WRITE_SLOT);
@@ -230,12 +243,12 @@ static void add_call_of_packets(model *m, int rank, int call)
   add_all(m, rank, call, READ_X);
   meet(m, rank, call, other); /* the grid ends */
   meet(m, other, call, rank);
-  if (sums) add_all(m, other, call, WRITE_SUM);
-  if (sums) add_all(m, other, call, TAKE_SUM);
-  if (!sums) add_all(m, rank, call, WRITE_Y);
+  if (sums != ROWS) add_all(m, other, call, sums == WORDS ? WRITE_SUM : WRITE_LINE);
+  if (sums != ROWS) add_all(m, other, call, sums == WORDS ? TAKE_SUM : TAKE_LINE);
+  if (sums == ROWS) add_all(m, rank, call, WRITE_Y);
   add_all(m, rank, call, TELL_BACK);
-  if (!(sums && m->mutant == BACK_NOT_AWAITED)) add_all(m, rank, call, AWAIT_BACK);
-  if (!sums) add_all(m, rank, call, READ_Y);
+  if (!(sums != ROWS && m->mutant == BACK_NOT_AWAITED)) add_all(m, rank, call, AWAIT_BACK);
+  if (sums == ROWS) add_all(m, rank, call, READ_Y);
   if (m->mutant != NEXT_BEFORE_SUMS) meet(m, rank, call, other);
 }
 
@@ -348,6 +361,13 @@ static bool take(model *m, state *s, int thread)
   case TAKE_SUM:
     if (!take_packet(m, &s->sums[r][o], n, fresh, m->mutant == SUMS_AS_THEY_ARE)) return false;
     break;
+  case WRITE_LINE:
+    if (m->mutant == NOT_ANSWERED && call == 1 && r == 0 && o == 1) break;
+    for (int i = 0; s->some[l][r][o] && i < 2; i++) write_word(&s->lines[o][r], i, n, fresh);
+    break;
+  case TAKE_LINE:
+    if (!take_packet(m, &s->lines[r][o], n, fresh, m->mutant == LINES_AS_THEY_ARE)) return false;
+    break;
   case MEET:
     if (s->at[o] == GAVE_UP || s->at[o] < p->at) return false;
     break;
@@ -410,7 +430,8 @@ static bool end_wait(model *m, state *s, int thread)
 
 static bool may_end(const model *m, act what, int r)
 {
-  if (what == TAKE_SLOT || what == TAKE_SUM) return m->mutant != DEAF_TO_ABORT;
+  if (m->mutant == NOT_ANSWERED) return false;
+  if (what == TAKE_SLOT || what == TAKE_SUM || what == TAKE_LINE) return m->mutant != DEAF_TO_ABORT;
   /* With the mutant only the first rank has a limit to its patience. */
   return what == MEET || ((what == AWAIT_IN || what == AWAIT_BACK) && !(m->mutant == NO_ABORT && r > 0));
 }
@@ -435,17 +456,17 @@ static void expand(model *m, const state *from)
   if (!moved && !all && !m->wrong) m->wrong = "ranks wait for each other for ever";
 }
 
-typedef enum ending { ALL_CALLS, GIVING_UP, LEAVING_OUT, DEDUP, PACKETS, SOME_PACKETS } ending;
+typedef enum ending { ALL_CALLS, GIVING_UP, LEAVING_OUT, DEDUP, PACKETS, SOME_PACKETS, LINED, SOME_LINES } ending;
 
 /* Slots and sums need not go together: slots are packets where put is the gate as well. */
 static void choose_packets(model *m, ending how)
 {
-  static const bool sums[CALLS] = {true, false, true},
-                    slots[CALLS][MOST] = {{true, true}, {true, false}, {false, true}};
-  m->threads = how == PACKETS || how == SOME_PACKETS ? THREADS : 1;
+  static const form some[CALLS] = {WORDS, ROWS, WORDS}, some_lines[CALLS] = {LINES, WORDS, LINES};
+  static const bool slots[CALLS][MOST] = {{true, true}, {true, false}, {false, true}};
+  m->threads = how >= PACKETS ? THREADS : 1;
   for (int c = 0; c < CALLS; c++) {
-    m->sums[c] = how == PACKETS || sums[c];
-    for (int r = 0; r < m->ranks; r++) m->slots[c][r] = how == PACKETS || slots[c][r];
+    m->sums[c] = how == PACKETS ? WORDS : how == LINED ? LINES : how == SOME_LINES ? some_lines[c] : some[c];
+    for (int r = 0; r < m->ranks; r++) m->slots[c][r] = how == PACKETS || how == LINED || slots[c][r];
   }
 }
 
@@ -453,11 +474,14 @@ static void choose_packets(model *m, ending how)
 static const char *search(int ranks, int lanes, mutant which, ending how, size_t *states)
 {
   model *m = calloc(1, sizeof *m);
+  const packet none = {{BEFORE, BEFORE}, {0, 0}};
   state first;
   memset(&first, 0, sizeof first);
   memset(first.in, BEFORE, sizeof first.in);
   memset(first.back, BEFORE, sizeof first.back);
   memset(first.n, BEFORE, sizeof first.n);
+  for (int i = 0; i < MOST * MOST; i++)
+    first.slots[i / MOST][i % MOST] = first.sums[i / MOST][i % MOST] = first.lines[i / MOST][i % MOST] = none;
   m->ranks = ranks, m->lanes = lanes, m->mutant = which;
   m->gives_up = how != ALL_CALLS, m->loses = how == LEAVING_OUT, m->dedup = how >= DEDUP,
   m->calls = m->loses ? CALLS - 1 : CALLS;
@@ -476,7 +500,8 @@ static const char *search(int ranks, int lanes, mutant which, ending how, size_t
 
 static void check_right(int ranks, int lanes, ending how)
 {
-  static const char *const hows[] = {"", ", giving up", ", leaving one out", ", dedup", ", packets", ", some packets"};
+  static const char *const hows[] = {"",          ", giving up",    ", leaving one out", ", dedup",
+                                     ", packets", ", some packets", ", lines",           ", lines and packets"};
   size_t states = 0;
   case_begin("%d ranks, %d lanes%s", ranks, lanes, hows[how]);
   const char *wrong = search(ranks, lanes, RIGHT, how, &states);
@@ -497,17 +522,20 @@ static void orders(void)
   check_right(3, 1, DEDUP);
   check_right(2, 1, PACKETS);
   check_right(2, 1, SOME_PACKETS);
+  check_right(2, 1, LINED);
+  check_right(2, 1, SOME_LINES);
 }
 
 static void mutants(void)
 {
   for (mutant m = RIGHT + 1; m < MUTANTS; m++) {
     const bool packets = m >= FIRST_OF_PACKETS, masks = m >= NOT_AGREED && !packets;
-    const ending how = packets            ? PACKETS
-                       : masks            ? LEAVING_OUT
-                       : m == NO_ABORT    ? GIVING_UP
-                       : m == TOLD_OF_ALL ? DEDUP
-                                          : ALL_CALLS;
+    const ending how = m >= FIRST_OF_LINES ? LINED
+                       : packets           ? PACKETS
+                       : masks             ? LEAVING_OUT
+                       : m == NO_ABORT     ? GIVING_UP
+                       : m == TOLD_OF_ALL  ? DEDUP
+                                           : ALL_CALLS;
     size_t states = 0;
     case_begin("%s", mutant_names[m]);
     CHECK(search(masks ? 3 : 2, m == OTHER_ORDER ? 2 : 1, m, how, &states) != NULL);

@@ -16,15 +16,22 @@ DEVICE char *lane_of(const ep_args &a, int rank)
   return arena_of(a, rank) + a.at.lane + (uint64_t)a.lane * a.at.lane_bytes;
 }
 
-/* Of this rank and lane: exchanges so far, and CTAs that have come to the end of a put, of an answer, where they count
- * each other. */
+/* Of this rank and lane: exchanges so far, CTAs that have come to the end of a put, of an answer, where they count each
+ * other, and the last exchange in which a peer has sent an id that is none. */
 struct counters {
   unsigned long long exchanges;
   unsigned put, answered;
+  int32_t distrusted;
 };
 DEVICE counters *counters_of(const ep_args &a)
 {
   return reinterpret_cast<counters *>(lane_of(a, a.rank) + a.at.exchange);
+}
+
+/* Of the exchange, behind its wait for tokens. */
+DEVICE bool has_been_distrusted(const ep_args &a, uint32_t exchange)
+{
+  return load_relaxed(&counters_of(a)->distrusted) == (int32_t)exchange;
 }
 
 /* The rank has not been left out. The host changes these bits between calls. */
@@ -154,6 +161,63 @@ DEVICE void store_as_packets(char *at, uint32_t exchange, uint4 data)
 {
   store_words_system(at, make_packet(exchange, make_uint2(data.x, data.y)).words);
   store_words_system(at + SECOND_PACKET, make_packet(exchange, make_uint2(data.z, data.w)).words);
+}
+
+/* ---- lines ---- */
+
+/* A warp has 30 vectors of a row at once, in four lines: seven lanes of a line one each, the last one, whose other half
+ * is the flag, half of one. */
+DEVICE bool has_flag()
+{
+  return lane_id() % EP_LINE_LANES == EP_LINE_LANES - 1;
+}
+DEVICE bool has_second_half()
+{
+  return has_flag() && lane_id() & EP_LINE_LANES;
+}
+DEVICE int vector_of_lane()
+{
+  constexpr int WHOLE = EP_LINE_LANES - 1;
+  const int line = lane_id() / EP_LINE_LANES, at = lane_id() % EP_LINE_LANES;
+  return has_flag() ? EP_LINES * WHOLE + line / 2 : line * WHOLE + at;
+}
+static_assert(EP_LINES * EP_LINE_LANES == WARP_SIZE && EP_LINE_LANES * 16 == EP_LINE &&
+                  EP_LINE_VECTORS == EP_LINES * (EP_LINE_LANES - 1) + EP_LINES / 2,
+              "a warp's lanes have them all");
+
+DEVICE int parts_of_row(const ep_args &a)
+{
+  return ceil_div(row_vectors(a), (int)EP_LINE_VECTORS);
+}
+
+/* No line is of exchange 0 before it was stored. */
+DEVICE uint64_t line_flag(uint32_t exchange)
+{
+  return (uint64_t)1 << 32 | exchange;
+}
+
+/* A warp's part of a row of y, which rank `from` has stored: its number, in the order of memory; its lines. */
+DEVICE int sum_part(const ep_args &a, int from, int row, int part)
+{
+  return (from * a.shape.packets + row) * parts_of_row(a) + part;
+}
+DEVICE char *sum_lines(const ep_args &a, int at, int part)
+{
+  return lane_of(a, at) + a.at.lines + (uint64_t)part * (EP_LINES * EP_LINE);
+}
+
+DEVICE uint4 data_of(const line_words &line)
+{
+  const uint64_t low = line.words.x, high = line.words.y;
+  return make_uint4((uint32_t)low, (uint32_t)(low >> 32), (uint32_t)high, (uint32_t)(high >> 32));
+}
+
+/* By a whole warp: the lane's vector, to the lane's place in the lines at `at`. */
+DEVICE void store_as_lines(char *at, uint32_t exchange, uint4 data)
+{
+  const uint64_t low = (uint64_t)data.y << 32 | data.x, high = (uint64_t)data.w << 32 | data.z;
+  const uint64_t first = has_second_half() ? high : low, second = has_flag() ? line_flag(exchange) : high;
+  store_line_system(at + lane_id() * 16, make_ulonglong2(first, second));
 }
 
 #endif

@@ -32,6 +32,8 @@
  * packets where put is the gate as well: `in` then tells of x alone, with EP_PACKED beside the tokens. Answers are
  * packets in every exchange of so few tokens at most: `back` then tells that what was put has been read, which is what
  * the next put waits for, and nothing of the answers. Packets of n + 1 overwrite those of n as data beside flags do.
+ * Answers of more tokens than few serves, all ranks' together, go as lines instead: 120 bytes of data and their flag,
+ * which eight lanes of a warp store and load as one, so that the links carry half of what packets would be.
  *
  * test/ep_model.c goes through all orders of this.
  */
@@ -49,6 +51,7 @@
 enum { EP_NEAR_RANKS = 16 };                 /* up to so many, arguments hold their arenas: a load less */
 enum { EP_FLAG_WORDS = 16, EP_PACKET = 16 }; /* bytes of a packet, of which 8 are data */
 enum { EP_PACKET_RUN = 32 }; /* so many 16-byte vectors' first packets lie one behind the other, then the second ones */
+enum { EP_LINE_LANES = 8, EP_LINES = 4, EP_LINE_VECTORS = 30 }; /* a warp's lines, and the vectors that they hold */
 enum { EP_LINE = 128, EP_ALIGN = 256, EP_MAX_RANKS = 1024, EP_MAX_LANES = 2, EP_MAX_REPLICAS = 64 };
 enum { EP_PLACE_SHIFT = 16 }; /* an entry of a placement: rank << 16 | local expert */
 
@@ -73,6 +76,21 @@ EP_BOTH int64_t ep_packet_row(const ep_shape *s)
   return (row + run - 1) / run * run * 2;
 }
 
+/* Likewise as lines: all that a warp stores at once. */
+EP_BOTH int64_t ep_line_row(const ep_shape *s)
+{
+  const int64_t vectors = (int64_t)s->hidden * s->element / 16;
+  return (vectors + EP_LINE_VECTORS - 1) / EP_LINE_VECTORS * (EP_LINES * EP_LINE);
+}
+
+/* How a rank's sums go, in an exchange of up to so many tokens a rank. Few's grids make packets. */
+typedef enum ep_form { EP_ROWS, EP_PACKETS, EP_LINED } ep_form;
+
+EP_BOTH ep_form ep_form_of(const ep_shape *s, int64_t tokens)
+{
+  return tokens > s->packets ? EP_ROWS : tokens * s->ranks <= FEW_TOKENS ? EP_PACKETS : EP_LINED;
+}
+
 /* Bytes from the arena's start; those below `lane` from the start of a lane's part, one every lane_bytes. */
 typedef struct ep_layout {
   uint64_t hello;        /* [ranks] lines: what each rank says of itself before anything moves */
@@ -88,7 +106,7 @@ typedef struct ep_layout {
   uint64_t x, ids, weights; /* [ranks, capacity, hidden | top_k | top_k] */
   uint64_t y;               /* [ranks, capacity, answers, hidden] */
   uint64_t slots;           /* [ranks, packets, top_k] packets: id, weight */
-  uint64_t sums;            /* [ranks, packets] rows of y as packets */
+  uint64_t sums, lines;     /* [ranks, packets] rows of y as packets, and as lines */
   uint64_t bytes;
 } ep_layout;
 
@@ -125,7 +143,7 @@ typedef struct ep_args {
   int32_t then_waits;   /* put and answer go on with their wait, finish with the sum */
   int32_t early;        /* the grid ahead is this call's and has waited for those before it: what they left is there */
   int32_t tells;        /* finish: that all has been read, as the grid ahead, which answers, does not */
-  int32_t packets;      /* of gate_put: slots go as packets; of return and finish: answers do */
+  int32_t packets;      /* of gate_put: slots go as packets; of return and finish, an ep_form: how answers go */
   int32_t movers;       /* CTAs along x that move rows, or all of few's; of put those behind fill with ones what few_up
                          wants so */
   int32_t fill_vectors; /* of 16 bytes */
@@ -137,7 +155,8 @@ typedef struct ep_args {
 /* The CUDA kernels' grids: parts of a row lie along y, rows along x; so many rows a CTA, up to so many CTAs. */
 enum { EP_PART_BYTES = 4096, EP_MOVE_THREADS = 512, EP_WAIT_THREADS = 1024, EP_MOVE_ROWS = 8, EP_MOVE_CTAS = 128 };
 enum { EP_RETURN_THREADS = 128, EP_RETURN_RESIDENT = 4, EP_FILL_CTAS = 32 };
-enum { EP_FINISH_CTAS = 128, EP_FINISH_LEAST = 16, EP_FINISH_MOST = 32 }; /* of all ranks; of one */
+enum { EP_FINISH_CTAS = 128, EP_FINISH_LEAST = 16, EP_FINISH_MOST = 32, EP_FINISH_LINED = 64 };
+/* CTAs of finish: of all ranks of a group, or of those on this GPU; of one, by packets and by lines */
 enum { EP_PACKET_TOKENS = 32 }; /* above, twice the bytes take longer than waiting for what was stored */
 #define EP_PACKED 0x80000000u   /* in a flag's number of tokens: their slots come as packets */
 

@@ -1,6 +1,6 @@
 /*
  * The exchange of ep.h between GPUs that reach each other's memory. Ranks push: 16-byte stores, then flags, or packets
- * that need none; whoever waits polls its own memory. Only waits spin, one CTA each, of few tokens up to 32 in the last
+ * that need none; whoever waits polls its own memory. Only waits spin, one CTA each, of few tokens up to 64 in the last
  * grid, and none without a limit of time.
  */
 #include "ep/answer.cuh"
@@ -39,25 +39,26 @@ extern "C" __global__ void __launch_bounds__(WARP_SIZE) cumoe_ep_count(const __g
 constexpr int IDS_IN_FLIGHT = 4;
 
 /* What a peer sends is not trusted. */
-DEVICE int checked_id(const ep_args &a, unsigned slot, int id)
+DEVICE int checked_id(const ep_args &a, unsigned slot, int id, uint32_t exchange)
 {
   const unsigned k = a.shape.top_k;
   if (id >= -1 && id < a.local_experts) return id;
   report_fault(a.fault, FAULT_EXPERT_ID, slot % k, slot / k);
+  counters_of(a)->distrusted = (int32_t)exchange;
   return -1;
 }
 
 /* Rows past a rank's tokens hold what earlier exchanges left: they count as -1, no expert. */
-DEVICE int take_id(const ep_args &a, const int32_t *arrived, unsigned at, int id)
+DEVICE int take_id(const ep_args &a, const int32_t *arrived, unsigned at, int id, uint32_t exchange)
 {
   const unsigned k = a.shape.top_k, room = (unsigned)a.shape.capacity * k, source = at / room,
                  slot = at - source * room;
   if (source >= (unsigned)a.shape.ranks || slot >= arrived[source] * k) return -1;
-  return checked_id(a, slot, id);
+  return checked_id(a, slot, id, exchange);
 }
 
 /* Both arrays' regions end on 256 bytes, so the last vector may hang over. */
-DEVICE void take_ids(const ep_args &a, const int32_t *arrived)
+DEVICE void take_ids(const ep_args &a, const int32_t *arrived, uint32_t exchange)
 {
   const unsigned ids = (unsigned)a.shape.ranks * (unsigned)a.shape.capacity * a.shape.top_k,
                  vectors = ceil_div(ids, 4u);
@@ -71,8 +72,8 @@ DEVICE void take_ids(const ep_args &a, const int32_t *arrived)
     for (int j = 0; j < IDS_IN_FLIGHT; j++) {
       const unsigned i = first + j * blockDim.x, at = i * 4;
       if (i >= vectors) break;
-      to[i] = make_int4(take_id(a, arrived, at, v[j].x), take_id(a, arrived, at + 1, v[j].y),
-                        take_id(a, arrived, at + 2, v[j].z), take_id(a, arrived, at + 3, v[j].w));
+      to[i] = make_int4(take_id(a, arrived, at, v[j].x, exchange), take_id(a, arrived, at + 1, v[j].y, exchange),
+                        take_id(a, arrived, at + 2, v[j].z, exchange), take_id(a, arrived, at + 3, v[j].w, exchange));
     }
   }
 }
@@ -96,7 +97,7 @@ DEVICE int take_packet(const ep_args &a, uint32_t exchange, int source, unsigned
   const uint2 data = data_of(found);
   reinterpret_cast<float *>(lane_of(a, a.rank) + a.at.weights)[source * a.shape.capacity * k + slot] =
       __uint_as_float(data.y);
-  return checked_id(a, slot, (int)data.x);
+  return checked_id(a, slot, (int)data.x, exchange);
 }
 
 /* Where some come as packets: several of a thread's are looked for at once. */
@@ -122,7 +123,8 @@ template <int FIRST> DEVICE void take_ids_and_packets(const ep_args &a, const ar
       if (i >= ids) break;
       int id = -1;
       if (slot < s.tokens[source] * k)
-        id = s.packed[source] ? take_packet(a, exchange, source, slot, found[j], p) : checked_id(a, slot, from[i]);
+        id = s.packed[source] ? take_packet(a, exchange, source, slot, found[j], p)
+                              : checked_id(a, slot, from[i], exchange);
       a.ids_here[i] = id;
     }
   }
@@ -146,7 +148,7 @@ template <int FIRST> DEVICE void wait_for_tokens(const ep_args &a, arrivals &s, 
   if (FIRST != WHOLE_CTA || s.any_packed)
     take_ids_and_packets<FIRST>(a, s, exchange);
   else
-    take_ids(a, s.tokens);
+    take_ids(a, s.tokens, exchange);
 }
 
 DEVICE void wait_for_answers(const ep_args &a, uint32_t exchange)
@@ -220,10 +222,10 @@ extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1)
       if (cta_of_grid(a) == 0) wait_for_tokens<MOVERS>(a, s, exchange);
     }
   } else {
-    const place_table t = take_places(a, at_hand);
+    const place_table t = take_places(g, a, at_hand);
     if (a.early) wait_in_put(a);
     check_token_count(g.tokens, g.fault);
-    gate_and_put_slots(g, a, t, tokens, exchange);
+    gate_and_put_slots(g, a, t, at_hand.bias, tokens, exchange);
   }
   if (ahead) return;
   if (tell_all(a, a.at.in, nullptr, flag, &counters_of(a)->put, exchange) && a.then_waits)

@@ -163,39 +163,98 @@ DEVICE void put_rows_of_half(const ep_args &a, unsigned tokens)
   }
 }
 
-DEVICE gate_slot choose_slots_of(const gate_args &g, int64_t token, gate_scratch &scratch)
+/* Gates as most models have them, some of it as constants: the code that is fetched, cold, between the router and the
+ * experts is short, and lies in one place. */
+DEVICE bool has_constants(const gate_args &g, int score, int experts)
+{
+  return g.logits_dtype == DT_F32 && g.softcap <= 0 && g.score == score && g.weigh == score && g.experts == experts;
+}
+DEVICE gate_args with_constants(gate_args g, int score, int experts)
+{
+  g.logits_dtype = DT_F32, g.softcap = 0;
+  g.score = g.weigh = score, g.experts = experts;
+  return g;
+}
+
+/* As keys_of_scores, several values at a time: one after the other they would wait for themselves, all at once would be
+ * more code than time. */
+template <int N, int AT_ONCE> DEVICE void keys_of_sigmoids(float (&l)[N], const float *bias, uint32_t (&key)[N])
+{
+#pragma unroll 1
+  for (int i = 0; i < N; i += AT_ONCE) {
+    float done[AT_ONCE];
+#pragma unroll
+    for (int j = 0; j < AT_ONCE; j++) {
+      const float choice = exact_add(exact_score(SCORE_SIGMOID, l[j]), bias[(i + j) * WARP_SIZE + lane_id()]);
+      done[j] = __uint_as_float(key_of(l[j] == l[j] ? choice : l[j]));
+    }
+#pragma unroll
+    for (int j = 0; j < N; j++) l[j] = j + AT_ONCE < N ? l[j + AT_ONCE] : done[j + AT_ONCE - N];
+  }
+#pragma unroll
+  for (int i = 0; i < N; i++) key[i] = __float_as_uint(l[i]);
+}
+
+/* bias: 0 where there is none. */
+DEVICE gate_slot choose_by_sigmoids(const gate_args &g, const float *bias, int64_t token, gate_scratch &scratch)
+{
+  constexpr int N = 8;
+  gate_args k = with_constants(g, SCORE_SIGMOID, N * WARP_SIZE);
+  k.n_group = N, k.flags &= ~ROUTE_SCORE_AFTER_TOPK;
+  const gate_token t = {token * k.logits_ld, 0.f, 0.f};
+  candidates<N> c;
+  float l[N];
+  const unsigned first_nan = load_logits(k, t.logits, 0, l);
+  keys_of_sigmoids<N, 2>(l, bias, c.key);
+  close_groups_of_rows(k, c.key);
+  return choose_slots<N, false>(k, t, token, first_nan, true, c, nullptr, scratch);
+}
+DEVICE gate_slot choose_of_128(const gate_args &g, int64_t token, gate_scratch &scratch)
+{
+  gate_args k = with_constants(g, SCORE_SOFTMAX, 128);
+  k.select_bias = nullptr, k.n_group = 0;
+  return route_token<4>(k, token, true, nullptr, scratch);
+}
+
+DEVICE gate_slot choose_slots_of(const gate_args &g, const float *bias, int64_t token, gate_scratch &scratch)
 {
   const bool by_logit = GATE_BY_LOGIT(g);
+  if (g.n_group == 8 && has_constants(g, SCORE_SIGMOID, 256)) return choose_by_sigmoids(g, bias, token, scratch);
+  if (by_logit && has_constants(g, SCORE_SOFTMAX, 128)) return choose_of_128(g, token, scratch);
   if (by_logit && g.experts <= 64) return route_token<2>(g, token, true, nullptr, scratch);
   if (by_logit && g.experts <= 128) return route_token<4>(g, token, true, nullptr, scratch);
   return route_token<8, false, true>(g, token, true, nullptr, scratch); /* shorter code: it is read once */
 }
 
-/* Copies for the warps that have the gate, made while they wait for the router: of a placement that is so small. */
-constexpr int PLACES_AT_HAND = 1024, ACTIVE_WORDS = EP_MAX_RANKS / 64;
+/* Copies for the warps that have the gate, made while they wait for the router: of a placement that is so small, and of
+ * what the gate adds to scores, which the layer's weights have driven out of L2 and the gate reads a row after the
+ * other. */
+constexpr int PLACES_AT_HAND = 1024, ACTIVE_WORDS = EP_MAX_RANKS / 64, BIAS_AT_HAND = 256;
 struct places_at_hand {
   int32_t entries[PLACES_AT_HAND];
   uint64_t active[ACTIVE_WORDS];
+  float bias[BIAS_AT_HAND];
 };
 
-DEVICE place_table take_places(const ep_args &a, places_at_hand &s)
+DEVICE place_table take_places(const gate_args &g, const ep_args &a, places_at_hand &s)
 {
   const int64_t entries = (a.shape.experts - 1) * a.placement_ld + a.replicas;
   const int first = threadIdx.x - HALF * WARP_SIZE;
   const bool fits = entries <= PLACES_AT_HAND;
   for (int i = first; fits && i < entries; i += HALF * WARP_SIZE) s.entries[i] = a.placement[i];
   if (first < ACTIVE_WORDS) s.active[first] = active_ranks(a)[first];
+  if (first < BIAS_AT_HAND) s.bias[first] = g.select_bias && first < g.experts ? g.select_bias[first] : 0.f;
   barrier_of_last(HALF * WARP_SIZE);
   return {fits ? s.entries : a.placement, s.active};
 }
 
-DEVICE void gate_and_put_slots(const gate_args &g, const ep_args &a, const place_table &t, unsigned tokens,
-                               uint32_t exchange)
+DEVICE void gate_and_put_slots(const gate_args &g, const ep_args &a, const place_table &t, const float *bias,
+                               unsigned tokens, uint32_t exchange)
 {
   __shared__ gate_scratch scratch[HALF];
   if (blockIdx.y != 0) return;
   for (unsigned token = blockIdx.x * HALF + warp_id() - HALF; token < tokens; token += a.movers * HALF) {
-    const gate_slot slot = choose_slots_of(g, token, scratch[warp_id() - HALF]);
+    const gate_slot slot = choose_slots_of(g, bias, token, scratch[warp_id() - HALF]);
     if (a.packets)
       put_slots<true>(a, t, token, slot.id, slot.weight, exchange);
     else

@@ -42,6 +42,33 @@ DEVICE ulonglong2 load_words_system(const void *at)
   return words;
 }
 
+/* ---- lines ---- */
+
+/* 128 bytes that eight lanes of a warp store, and load, by one instruction, 16 bytes each; the last 8 are their flag.
+ * Whoever finds the flag has all of them: a GPU's memory and NVLink keep what such an instruction says together, which
+ * NCCL's LL128 lives by as well; PTX says so of 16 bytes at most. All lanes of a warp come to these. */
+struct line_words {
+  ulonglong2 words;
+};
+
+DEVICE void store_line_system(void *at, ulonglong2 words)
+{
+  __syncwarp();
+  store_words_system(at, words);
+}
+
+DEVICE line_words load_line_system(const void *at)
+{
+  return {load_words_system(at)};
+}
+
+/* All of a warp's lines have this flag. */
+DEVICE bool are_whole(const line_words &line, uint64_t flag)
+{
+  constexpr unsigned LAST = 0x80808080u;
+  return (__ballot_sync(ALL_LANES, line.words.y == flag) & LAST) == LAST;
+}
+
 /* Among the first `threads` threads of the CTA, or its last: whole warps, fewer than all. */
 DEVICE void barrier_of_first(int threads)
 {

@@ -177,6 +177,10 @@ inline bool __any_sync(unsigned mask, bool what)
 {
   return __ballot_sync(mask, what) != 0;
 }
+inline bool __all_sync(unsigned mask, bool what)
+{
+  return __ballot_sync(mask, !what) == 0;
+}
 template <class T> unsigned __match_any_sync(unsigned mask, T value)
 {
   return grid::exchange<T, unsigned>(mask, value, [](const T *v, const bool *there, int l) {

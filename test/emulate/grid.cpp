@@ -31,6 +31,7 @@ enum {
   COPIES = 512,
   NAMED = 16,
   MAX_CLUSTER = 8,
+  MOST_ARGUMENTS = 1 << 14,
   POLLS = 256 /* of a fiber, between two turns of others */
 };
 
@@ -222,12 +223,22 @@ void end_thread()
   if (_setjmp(fibers[current].at) == 0) _longjmp(scheduler, 1);
 }
 
+/* Arguments lie on the stack of a thread, and stay there when it has ended: on a GPU they are the grid's, and others
+ * may have their address. */
+__attribute__((noinline)) void end_behind_arguments()
+{
+  volatile char room[MOST_ARGUMENTS];
+  room[0] = 0;
+  end_thread();
+  room[0] = 0; /* not a tail call, which would give the room away */
+}
+
 /* A thread of one CTA after the other. */
 void first_step()
 {
   for (;;) {
     body(arguments);
-    end_thread();
+    end_behind_arguments();
   }
 }
 

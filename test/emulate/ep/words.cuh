@@ -47,6 +47,35 @@ DEVICE ulonglong2 load_words_system(const void *at)
   return {__atomic_load_n(words, __ATOMIC_RELAXED), __atomic_load_n(words + 1, __ATOMIC_RELAXED)};
 }
 
+/* Lines: here the flag is stored last and looked at first. */
+struct line_words {
+  ulonglong2 words;
+  uint64_t flag;
+};
+
+DEVICE void store_line_system(void *at, ulonglong2 words)
+{
+  grid::require_aligned(static_cast<char *>(at) - grid::lane() % 8 * 16, 128);
+  const bool last = grid::lane() % 8 == 7;
+  store_relaxed_system(at, words.x);
+  if (!last) store_relaxed_system(static_cast<uint64_t *>(at) + 1, words.y);
+  __syncwarp();
+  if (last) store_release_system(static_cast<uint64_t *>(at) + 1, words.y);
+}
+
+DEVICE line_words load_line_system(const void *at)
+{
+  const uint64_t *first = static_cast<const uint64_t *>(at) - grid::lane() % 8 * 2;
+  grid::require_aligned(first, 128);
+  const uint64_t flag = load_acquire_system(first + 15);
+  return {load_words_system(at), flag};
+}
+
+DEVICE bool are_whole(const line_words &line, uint64_t flag)
+{
+  return __all_sync(ALL_LANES, line.flag == flag);
+}
+
 DEVICE void barrier_of_first(int threads)
 {
   grid::named_barrier(1, threads);
