@@ -703,16 +703,19 @@ static layer_spec spec_around(rng *r, const cumoe_variant_info *row, cumoe_forma
   return s;
 }
 
-/* More draws by each of an H200's CTAs than it knows at a time, of units of one part. */
+/* More draws by each of an H200's CTAs than it knows at a time, of units of one part; one token's are of one unit. */
 static void many_draws(cumoe_context context, const cumoe_variant_info *row, const char *name, cumoe_format f,
                        int32_t dtype)
 {
+  const int64_t tokens[] = {row->bm, 1};
   rng r = {7};
-  layer_spec s = spec_with(&r, f, FORMAT_OF_BOTH, dtype, row->bm, 96, 16384);
-  s.desc.num_experts = 5;
-  s.desc.routing.top_k = 3;
-  s.pattern = PATTERN_UNIFORM;
-  run_format(context, name, FORMAT_OF_BOTH, &s);
+  for (int i = 0; i < 2; i++) {
+    layer_spec s = spec_with(&r, f, FORMAT_OF_BOTH, dtype, tokens[i], 96, 16384);
+    s.desc.num_experts = 5;
+    s.desc.routing.top_k = 3;
+    s.pattern = PATTERN_UNIFORM;
+    run_format(context, name, FORMAT_OF_BOTH, &s);
+  }
 }
 
 static void exact_row(cumoe_context context, const cumoe_variant_info *row, int which, const char *name, cumoe_format f,

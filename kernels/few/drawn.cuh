@@ -1,15 +1,15 @@
 /*
- * drawn: the experts of several tokens, weights with scales: few.cuh's one grid, another way.
+ * drawn: the experts of few tokens, weights with scales: few.cuh's one grid, another way.
  *
  *   drawn_layout.cuh   shapes, shared memory            drawn_products.cuh   4 bits: columns in fixed point, products
  *   drawn_feed.cuh     units; what is asked for ahead   drawn_bytes.cuh      8 bits: columns as codes, products
  *
  * Of weights of 4 bits an SM wants more of its instructions than of its copies, so all warps multiply. A unit is 32
  * weight rows of an expert, 16 gate and the same 16 up channels or 32 channels, by all of k; a part of its k is a
- * warp's, who copies its own slices. CTAs draw units of up, two at a time, from one counter; of down each has its own
- * channels. Whose part of a unit of up is the last adds the parts up; those of down are added up where outputs are
- * made. h is all ones until it is written, and is read again until it is. What a warp waits for is always in the hands
- * of one that drew it before.
+ * warp's, who copies its own slices. CTAs draw units of up, two at a time, of one token one, from one counter; of down
+ * each has its own channels. Whose part of a unit of up is the last adds the parts up; those of down are added up where
+ * outputs are made. h is all ones until it is written, and is read again until it is. What a warp waits for is always
+ * in the hands of one that drew it before.
  *
  * With each slice come the columns of its expert's tokens, up to four, as they lie in memory; the warp brings them into
  * fixed point in their place (device/fixed_point.cuh), as they are of use to no other. Their upper and lower bytes are
@@ -162,15 +162,16 @@ template <class L> DEVICE void write_drawn_outputs(const few_args &args, drawn_s
 
 template <class L> DEVICE void drawn_gemm(const few_args &args, drawn_smem<L> &smem)
 {
+  const bool one = args.up.rows_cap <= args.map.top_k; /* token, at most */
   if (threadIdx.x == 0) {
     mbarrier_init(&smem.weights_ready, WARP_SIZE);
     smem.own = part_of_cta(args.down.n / 8), smem.drawn = 0;
-    smem.y.cut(args.down.k, smem.own.count, min((int)args.up.rows_cap, (int)L::PAIRS), args.map.local_experts);
+    smem.y.cut(args.down.k, smem.own.count, min((int)args.up.rows_cap, (int)L::PAIRS), args.map.local_experts, one);
     smem.zeros[0] = make_uint4(0, 0, 0, 0);
   }
   if (threadIdx.x < L::AWAITED) smem.line.count[threadIdx.x] = smem.line.turn[threadIdx.x] = 0;
   if (threadIdx.x < L::TICKETS) smem.line.ticket[threadIdx.x].x = -1, smem.line.read[threadIdx.x] = 0;
-  if (threadIdx.x == WARP_SIZE) smem.line.cut(args.up.k);
+  if (threadIdx.x == WARP_SIZE) smem.line.cut(args.up.k, one);
   const bool early = args.protocol.weights; /* the grid ahead is the router, which reads x as well */
   if constexpr (L::CODE::QUANTISES) prepare_rows_of_codes<L>(args, smem, early);
   wait_for_earlier_grids();

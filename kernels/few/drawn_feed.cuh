@@ -40,14 +40,15 @@ template <class L> struct drawn_lane {
   }
 };
 
-/* Units of up for the CTA, AT_ONCE of them. By one thread, when all who wanted the ticket that had the place before
+/* Units of up for the CTA, one or two of them. By one thread, when all who wanted the ticket that had the place before
  * have read it: it is known by now, so they wait for nobody. */
 template <class L> DEVICE void draw_ticket(const few_args &args, drawn_smem<L> &smem, int draw, bool more)
 {
   volatile int2 *known = smem.line.ticket + draw % L::TICKETS;
   const volatile int32_t *read = smem.line.read + draw % L::TICKETS;
-  while (*read != draw / L::TICKETS * L::AT_ONCE * smem.line.parts) __nanosleep(FEW_POLL);
-  known->y = more ? (int)count_up(reinterpret_cast<uint32_t *>(args.protocol.tickets)) + 1 : 0x7fffffff / L::AT_ONCE;
+  while (*read != draw / L::TICKETS * (smem.line.parts << smem.line.twice)) __nanosleep(FEW_POLL);
+  known->y =
+      more ? (int)count_up(reinterpret_cast<uint32_t *>(args.protocol.tickets)) + 1 : 0x7fffffff >> smem.line.twice;
   __threadfence_block();
   known->x = draw;
 }
@@ -115,7 +116,7 @@ template <class L> struct drawn_feed {
   DEVICE int units() const
   {
     const int tiles = ceil_div(args.up.n / 8, step(args.up.gated));
-    return ceil_div(experts * tiles, (int)L::AT_ONCE);
+    return experts * tiles + smem.line.twice >> smem.line.twice;
   }
 
   /* Of up as long as there are any. */
@@ -126,9 +127,9 @@ template <class L> struct drawn_feed {
     while (true) { /* the last draw may have a unit less */
       const int item = __shfl_sync(ALL_LANES, lane_id() == 0 ? atomicAdd(&smem.line.items, 1) : 0, 0);
       at.number = item / parts, at.part = item - at.number * parts;
-      const int draw = at.number / L::AT_ONCE, in_draw = at.number % L::AT_ONCE;
+      const int twice = smem.line.twice, draw = at.number >> twice, in_draw = at.number & twice;
       const bool first = at.part == 0 && in_draw == 0;
-      const int ticket = take_ticket(draw, first), unit = ticket * L::AT_ONCE + in_draw;
+      const int ticket = take_ticket(draw, first), unit = (ticket << twice) + in_draw;
       if (first && ticket < L::TOKENS && ticket < (int)gridDim.x) routes |= 1u << ticket;
       if (ticket >= units()) return draw_down();
       if (unit >= experts * tiles) continue;

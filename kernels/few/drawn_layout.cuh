@@ -28,11 +28,11 @@ template <class PRODUCT, int TOKENS_, int BN, int BK_, int STAGES_, int WARPS> s
   static constexpr int TILES = BN / 16, BK = BK_, STAGES = STAGES_, RUNS = BK / 128, VECTORS = BK / 8;
   static constexpr int LINES = BK * BITS / 512;    /* 64 bytes of a row */
   static constexpr int SUMS = BYTES ? 2048 : 4096; /* of down at a time */
-  /* Of up: parts of k of a unit; units that a CTA draws at once; draws that it knows; units whose parts are awaited. */
-  static constexpr int PARTS = 4, AT_ONCE = 2, TICKETS = 16, AWAITED = BYTES ? 5 : 12;
+  /* Of up: parts of k of a unit; draws that a CTA knows; units whose parts are awaited. */
+  static constexpr int PARTS = 4, TICKETS = 16, AWAITED = BYTES ? 5 : 12;
   static constexpr int LEAST = BYTES ? 3 : 1; /* slices of a part: what comes with a part is as long as one or two */
   static constexpr int THREADS = WARPS * WARP_SIZE, EPILOGUE = 0, WRITERS = WARPS; /* all write outputs */
-  static_assert(WARPS <= (TICKETS - 2) * AT_ONCE, "of up's end each takes one item that nobody reads again");
+  static_assert(WARPS <= TICKETS - 2, "of up's end each takes one item that nobody reads again");
   static_assert(BK == 256 && THREADS >= PAIRS && TOKENS <= 32 && SUMS >= PAIRS * 16, "drawn_feed.cuh");
 };
 
@@ -60,13 +60,14 @@ template <class L> struct drawn_y {
   };
   DEVICE of_pair operator[](int pair) const { return {*this, sums + pair * octets * 8}; }
 
-  /* Parts of at least three slices, so that each warp has two units; they do not depend on which experts are active. */
-  DEVICE void cut(int k, int own, int pairs, int experts)
+  /* So that each warp has two units, parts of at least three slices, of one token of any: there a warp has few, and
+   * the longest way through them is what counts. They do not depend on which experts are active. */
+  DEVICE void cut(int k, int own, int pairs, int experts, bool one)
   {
     octets = pairs * 64 <= (int)L::SUMS ? 8 : pairs * 32 <= (int)L::SUMS ? 4 : 2, part = pairs * octets * 8;
     const int slices = ceil_div(k, (int)L::BK),
               units = min(pairs, experts) * ceil_div(max(min(own, octets), 1), 2 * L::TILES),
-              most = max(min(slices / 3, (int)L::SUMS / part), 1);
+              most = max(min(one ? slices : slices / 3, (int)L::SUMS / part), 1);
     each = ceil_div(slices, min(ceil_div(2 * L::THREADS / WARP_SIZE, units), most));
     parts = ceil_div(slices, each);
   }
@@ -75,16 +76,17 @@ template <class L> struct drawn_y {
 /* Units of up that the CTA has, one after the other, and of those at hand what warps have of their parts. */
 template <class L> struct drawn_line {
   int32_t items, parts, each;                  /* taken by warps; parts of a unit, slices of a part */
+  int32_t twice;                               /* 1: the CTA draws two units at once. Of one token it has three or so */
   int2 ticket[L::TICKETS];                     /* which draw, and what was drawn */
   int32_t read[L::TICKETS];                    /* by how many items, of all draws that had the place */
   int32_t count[L::AWAITED], turn[L::AWAITED]; /* parts that are there; units that had the place before */
   float2 sums[L::AWAITED][L::PARTS][L::TILES][WARP_SIZE];
 
-  DEVICE void cut(int k)
+  DEVICE void cut(int k, bool one)
   {
     const int slices = ceil_div(k, (int)L::BK);
     each = slices >= L::PARTS ? max(ceil_div(slices, (int)L::PARTS), (int)L::LEAST) : slices;
-    parts = ceil_div(slices, each), items = 0;
+    parts = ceil_div(slices, each), items = 0, twice = !one;
   }
 };
 
