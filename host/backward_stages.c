@@ -5,7 +5,6 @@
 #include "carve.h"
 #include "dispatch.h"
 #include "route.h"
-int probe(void);
 
 static cumoe_status check_backward_flags(uint32_t flags)
 {
@@ -262,7 +261,6 @@ cumoe_status multiply_rows(struct context *context, const rows_product_args *a, 
   g->protocol.progress = work->tickets;
   if (work->copy && COPIES_BESIDE(work->copy)) {
     mapped.drawn.beside = beside(work->copy, work->tickets);
-    if (probe() & 1 && !work->copy->weighs) mapped.drawn.beside.vectors = 0;
     *work->copied = true;
   }
   g->protocol.early_inputs = work->beside;

@@ -244,7 +244,7 @@ static gradient_rows rows_of_gradient(const weight_gradient_args *g)
 static bool operand_serves(const row_matrix *m)
 {
   const weight_format format = dense_format(m->dtype);
-  return format_bits(format) == 16 && matrix_serves(m->base, m->ld, format);
+  return m->form == OF_ROW && format_bits(format) == 16 && matrix_serves(m->base, m->ld, format);
 }
 
 static bool units_fit(const weight_gradient_args *g)
@@ -274,7 +274,7 @@ static tensor gradient_operand(const weight_gradient_args *g, const variant *v, 
   return (tensor){
       .base = m->base,
       .rank = 2,
-      .size = {(uint64_t)(outputs ? (first > last ? first : last) + g->n : g->k), (uint64_t)(m->form == OF_ROW ? g->map.rows_cap : 1)},
+      .size = {(uint64_t)(outputs ? (first > last ? first : last) + g->n : g->k), (uint64_t)g->map.rows_cap},
       .stride = {1, m->ld},
       .box = {128 / sizeof(uint16_t), (uint32_t)v->bk},
   };

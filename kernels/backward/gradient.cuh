@@ -13,7 +13,7 @@
 #ifndef CUMOE_GRADIENT_CUH
 #define CUMOE_GRADIENT_CUH
 
-#include "backward/rows.cuh"
+#include "backward.h"
 #include "device/pipeline.cuh"
 #include "device/ptx_gradient_sm90.cuh"
 
@@ -30,7 +30,7 @@ struct gradient_shape {
    * fetched into as many slots ahead. */
   static constexpr int SLOTS = SLOTS_, WIDTH = 128 / sizeof(Y), BOXES_ACROSS = BN / WIDTH,
                        BOXES = BLOCKS * BOXES_ACROSS;
-  static constexpr int CONSUMER_REGISTERS = 232, PRODUCER_REGISTERS = 40; /* 384 threads start with 168 each */
+  static constexpr int CONSUMER_REGISTERS = 240, PRODUCER_REGISTERS = 24; /* 384 threads start with 168 each */
   static_assert(sizeof(X) == 2 && CLUSTER == 2 && THREADS == (CONSUMERS + 1) * GROUP, "see there");
   static_assert(BM % (BLOCK * CONSUMERS) == 0 && BN % BLOCK == 0, "whole boxes");
   static_assert(SLOTS >= 2 && SLOTS <= BOXES, "one is stored while another is filled; what is fetched ahead");
@@ -47,27 +47,10 @@ struct gradient_grid {
   int32_t p_all, q_all;         /* tiles of all halves */
   bool across;                  /* q are outputs and p inputs; else the other way round */
   bool share_p;                 /* the two tiles are neighbours along q, and share p; else the other way round */
-  int32_t wide;                 /* units along q */
+  int32_t tall, wide;           /* units along p, along q */
   int32_t experts_on, units_on; /* steps from a cluster's unit to its next one */
   int32_t turn;                 /* experts_on, less whole turns of an expert's units */
-  int32_t each;                 /* units of an expert */
-
-  DEVICE int32_t tall() const { return share_p ? p_all : p_all / 2; } /* units along p */
 };
-
-/* The operand whose rows are gathered: as they go to shared memory by this CTA alone, it is not the shared one. */
-enum { GATHERS_NONE = 0, GATHERS_P, GATHERS_Q };
-
-DEVICE bool gathers_rows(const row_matrix &m)
-{
-  return m.form != OF_ROW;
-}
-
-DEVICE int gathered_operand(const weight_gradient_args &g)
-{
-  const bool across = g.d.n_stride == 1;
-  return gathers_rows(across ? g.b : g.a) ? GATHERS_P : gathers_rows(across ? g.a : g.b) ? GATHERS_Q : GATHERS_NONE;
-}
 
 template <class S> DEVICE gradient_grid gradient_grid_of(const weight_gradient_args &g)
 {
@@ -77,12 +60,10 @@ template <class S> DEVICE gradient_grid gradient_grid_of(const weight_gradient_a
   m.q = m.across ? g.n : g.k;
   m.p_tiles = ceil_div(m.p, S::BM), m.q_tiles = ceil_div(m.q, S::BN);
   m.p_all = m.p_tiles * (m.across ? 1 : g.halves), m.q_all = m.q_tiles * (m.across ? g.halves : 1);
-  const int gathered = gathered_operand(g);
-  m.share_p = gathered ? gathered == GATHERS_Q : m.q_all % 2 == 0 || m.p_all % 2 != 0;
-  m.wide = m.share_p ? (m.q_all + !gathered) / 2 : m.q_all;
-  m.each = m.tall() * m.wide;
-  if (gathered && (m.share_p ? m.q_all : m.p_all) % 2) m.each += ceil_div(m.share_p ? m.p_all : m.q_all, 2);
-  const int32_t each = m.each, clusters = (int)gridDim.x / S::CLUSTER;
+  m.share_p = m.q_all % 2 == 0 || m.p_all % 2 != 0;
+  m.tall = m.share_p ? m.p_all : m.p_all / 2;
+  m.wide = m.share_p ? ceil_div(m.q_all, 2) : m.q_all;
+  const int32_t each = m.tall * m.wide, clusters = (int)gridDim.x / S::CLUSTER;
   m.experts_on = clusters / each;
   m.units_on = clusters % each;
   m.turn = m.experts_on % each;
@@ -127,13 +108,13 @@ struct gradient_cursor {
 
   template <class S> DEVICE static gradient_cursor first(const gradient_grid &m)
   {
-    const int32_t index = (int)blockIdx.x / S::CLUSTER, each = m.each;
+    const int32_t index = (int)blockIdx.x / S::CLUSTER, each = m.tall * m.wide;
     return {index / each, index % each, index / each % each};
   }
 
   DEVICE void advance(const gradient_grid &m)
   {
-    const int32_t each = m.each;
+    const int32_t each = m.tall * m.wide;
     expert += m.experts_on;
     unit += m.units_on;
     shift += m.turn;
@@ -145,17 +126,12 @@ struct gradient_cursor {
   DEVICE gradient_tile tile(const gradient_grid &m) const
   {
     constexpr uint32_t BAND = 8;
-    const int32_t own = place(m), rank = (int32_t)cluster_ctarank(), odd = own - m.tall() * m.wide;
-    if (odd >= 0) return {expert, m.share_p ? 2 * odd + rank : m.p_all - 1, m.share_p ? m.q_all - 1 : 2 * odd + rank};
-    const uint32_t band = (uint32_t)own / (BAND * m.wide) * BAND, height = min(m.tall() - band, BAND);
+    const int32_t each = m.tall * m.wide, own = unit + shift - (unit + shift >= each ? each : 0);
+    const uint32_t band = (uint32_t)own / (BAND * m.wide) * BAND, height = min(m.tall - band, BAND);
     const uint32_t in_band = own - band * m.wide, j = height == BAND ? in_band / BAND : in_band / height;
-    const int32_t i = (int32_t)(band + in_band - j * height);
+    const int32_t i = (int32_t)(band + in_band - j * height), rank = (int32_t)cluster_ctarank();
     return {expert, m.share_p ? i : 2 * i + rank, m.share_p ? 2 * (int32_t)j + rank : (int32_t)j};
   }
-
-  DEVICE bool shares_p(const gradient_grid &m) const { return (place(m) < m.tall() * m.wide) == m.share_p; }
-
-  DEVICE int32_t place(const gradient_grid &m) const { return unit + shift - (unit + shift >= m.each ? m.each : 0); }
 };
 
 /* Of a tile among those of both halves (`tiles` each): its half, and its first element there. */
@@ -200,85 +176,7 @@ template <class S> DEVICE int32_t boxes_of_q(const gradient_grid &m, const gradi
   return min(ceil_div(m.q - q.first, (int)S::BLOCK), (int)S::Q_BOXES);
 }
 
-/* A thread's rows of a stage, of which it brings 16 bytes of each box of 64 columns: 8 threads a row. */
-template <class S> struct gathered_rows {
-  static constexpr int GROUP_ROWS = S::GROUP / 8, EACH = S::BK / GROUP_ROWS;
-  int32_t source[EACH]; /* of the next stage; -1: zeros */
-
-  DEVICE void find(const weight_gradient_args &g, bool of_pair, int32_t row)
-  {
-    const uint32_t top_k = g.map.top_k, pairs = token_total(g.map.tokens) * top_k;
-#pragma unroll
-    for (int i = 0; i < EACH; i++) {
-      const uint32_t pair = __ldg(g.map.row_pair + row + (int)threadIdx.x / 8 + i * GROUP_ROWS), token = pair / top_k;
-      source[i] = -1;
-      if (pair >= pairs) continue;
-      if (g.map.pair_weights &&
-          __ldg(g.map.pair_weights + (token * g.map.pair_weights_ld + (pair - token * top_k))) == 0)
-        continue;
-      source[i] = of_pair ? pair : token;
-    }
-  }
-
-  template <int BOXES>
-  DEVICE void copy(const row_matrix &m, typename S::X *to, int32_t column, int32_t columns, int boxes) const
-  {
-    using X = typename S::X;
-    const int row = threadIdx.x / 8, vector = threadIdx.x % 8;
-    const uint32_t at = shared_address(to) + row * 128 + (vector ^ row % 8) * 16;
-    const int32_t own = column + vector * 8;
-#pragma unroll
-    for (int i = 0; i < EACH; i++) {
-      const X *from = static_cast<const X *>(m.base) + max(source[i], 0) * m.ld + own;
-#pragma unroll
-      for (int box = 0; box < BOXES; box++) {
-        if (box >= boxes) break;
-        const bool there = source[i] >= 0 && own + box * S::BLOCK < columns;
-        cp_async_cg_16(at + box * S::BOX * 2 + i * GROUP_ROWS * 128, there ? from + box * S::BLOCK : m.base,
-                       there ? 16 : 0);
-      }
-    }
-  }
-};
-
-template <class S, int GATHERS, bool SHARE_P>
-DEVICE void produce_unit(const weight_gradient_sm90_args &args, gradient_smem<S> &smem, const gradient_tile &tile,
-                         const row_steps &rows, pipeline_state<S::STAGES> &at)
-{
-  const gradient_grid &m = smem.grid;
-  const int32_t steps = rows.steps(), boxes = boxes_of_q<S>(m, tile);
-  const int32_t p = column_of_tile(args.g, !m.across, tile.p, m.p_tiles, S::BM),
-                q = column_of_tile(args.g, m.across, tile.q, m.q_tiles, S::BN);
-  const row_matrix &from = (GATHERS == GATHERS_P) == m.across ? args.g.b : args.g.a;
-  const int32_t columns = GATHERS == GATHERS_P ? m.p : m.q;
-  const int32_t bytes = ((GATHERS == GATHERS_P ? 0 : S::P_BOXES) + (GATHERS == GATHERS_Q ? 0 : boxes)) * S::BOX *
-                        (int)sizeof(typename S::X);
-  gathered_rows<S> sources;
-  if (GATHERS) sources.find(args.g, from.form == OF_PAIR, rows.first);
-#pragma unroll 1
-  for (int32_t step = 0; step < steps; step++, at.advance()) {
-    wait_for(&smem.empty[at.stage], at.phase ^ 1);
-    uint64_t *full = &smem.full[at.stage];
-    const int32_t row = rows.first + step * S::BK;
-    if (warp_id() == 0 && elect_one()) {
-      mbarrier_arrive_expect_tx(full, bytes);
-      if (GATHERS != GATHERS_P)
-        copy_operand<S, S::P_BOXES, SHARE_P>(smem.p[at.stage], args.p, p, row, full, S::P_BOXES);
-      if (GATHERS != GATHERS_Q)
-        copy_operand<S, S::Q_BOXES, !SHARE_P>(smem.q[at.stage], args.q, q, row, full, boxes);
-    }
-    __syncwarp();
-    if (!GATHERS) continue;
-    if (GATHERS == GATHERS_P)
-      sources.template copy<S::P_BOXES>(from, smem.p[at.stage], p, columns, tile.p < m.p_all ? S::P_BOXES : 0);
-    else
-      sources.template copy<S::Q_BOXES>(from, smem.q[at.stage], q, columns, tile.q < m.q_all ? boxes : 0);
-    cp_async_mbarrier_arrive_noinc(full);
-    if (step + 1 < steps) sources.find(args.g, from.form == OF_PAIR, row + S::BK);
-  }
-}
-
-template <class S, int GATHERS>
+template <class S, bool SHARE_P>
 DEVICE void produce_gradient(const weight_gradient_sm90_args &args, gradient_smem<S> &smem)
 {
   const gradient_grid &m = smem.grid;
@@ -286,10 +184,22 @@ DEVICE void produce_gradient(const weight_gradient_sm90_args &args, gradient_sme
 #pragma unroll 1
   for (auto cursor = gradient_cursor::first<S>(m); cursor.expert < args.g.map.experts; cursor.advance(m)) {
     const gradient_tile tile = cursor.tile(m);
-    if (cursor.shares_p(m))
-      produce_unit<S, GATHERS, true>(args, smem, tile, smem.rows[cursor.expert], at);
-    else
-      produce_unit<S, GATHERS, false>(args, smem, tile, smem.rows[cursor.expert], at);
+    const row_steps rows = smem.rows[cursor.expert];
+    const int32_t steps = rows.steps(), boxes = boxes_of_q<S>(m, tile);
+    const int32_t p = column_of_tile(args.g, !m.across, tile.p, m.p_tiles, S::BM),
+                  q = column_of_tile(args.g, m.across, tile.q, m.q_tiles, S::BN);
+#pragma unroll 1
+    for (int32_t step = 0; step < steps; step++, at.advance()) {
+      wait_for(&smem.empty[at.stage], at.phase ^ 1);
+      if (elect_one()) {
+        uint64_t *full = &smem.full[at.stage];
+        const int32_t row = rows.first + step * S::BK;
+        mbarrier_arrive_expect_tx(full, (S::P_BOXES + boxes) * S::BOX * (int)sizeof(typename S::X));
+        copy_operand<S, S::P_BOXES, SHARE_P>(smem.p[at.stage], args.p, p, row, full, S::P_BOXES);
+        copy_operand<S, S::Q_BOXES, !SHARE_P>(smem.q[at.stage], args.q, q, row, full, boxes);
+      }
+      __syncwarp();
+    }
   }
 }
 
@@ -308,7 +218,6 @@ DEVICE void sum_stage(gradient_smem<S> &smem, pipeline_state<S::STAGES> &at, int
 {
   constexpr int K16 = 16 * 128 >> 4, NEXT = S::BOX * 2 >> 4;
   wait_for(&smem.full[at.stage], at.phase);
-  fence_proxy_async_shared(); /* rows may come by cp.async */
   const uint64_t a = wgmma_operand(smem.p[at.stage] + group * S::BLOCKS * S::BOX);
   const uint64_t b = wgmma_operand_n_major(smem.q[at.stage], S::BOX * 2);
   wgmma_fence();
@@ -479,7 +388,7 @@ template <class S> DEVICE void consume_gradient(const weight_gradient_sm90_args 
     const gradient_tile tile = cursor.tile(m);
     const row_steps rows = smem.rows[cursor.expert];
     const gradient_place place = gradient_place::of<S>(args, m, tile, group);
-    if (place.row >= m.p || tile.p >= m.p_all || tile.q >= m.q_all) {
+    if (place.row >= m.p || tile.q >= m.q_all) {
       skip_rows<S>(smem, at, rows.steps());
       continue;
     }
@@ -508,7 +417,7 @@ template <class S> DEVICE void gradient_gemm(const weight_gradient_sm90_args &ar
     for (int s = 0; s < S::SLOTS; s++)
       for (int group = 0; group < S::CONSUMERS; group++) mbarrier_init(&smem.there[group][s], 1);
     for (int s = 0; s < S::STAGES; s++) {
-      mbarrier_init(&smem.full[s], gathered_operand(args.g) ? 1 + S::GROUP : 1);
+      mbarrier_init(&smem.full[s], 1);
       mbarrier_init(&smem.empty[s], S::CLUSTER * S::CONSUMERS * S::GROUP / WARP_SIZE);
     }
     fence_mbarrier_init();
@@ -519,10 +428,12 @@ template <class S> DEVICE void gradient_gemm(const weight_gradient_sm90_args &ar
   barrier_cluster(); /* the other CTA's barriers are initialised */
   if (threadIdx.x < S::GROUP) {
     setmaxnreg_dec<S::PRODUCER_REGISTERS>();
-    const int gathered = gathered_operand(args.g);
-    if (gathered == GATHERS_P) produce_gradient<S, GATHERS_P>(args, smem);
-    if (gathered == GATHERS_Q) produce_gradient<S, GATHERS_Q>(args, smem);
-    if (!gathered && warp_id() == 0) produce_gradient<S, GATHERS_NONE>(args, smem);
+    if (warp_id() == 0) {
+      if (smem.grid.share_p)
+        produce_gradient<S, true>(args, smem);
+      else
+        produce_gradient<S, false>(args, smem);
+    }
   } else {
     setmaxnreg_inc<S::CONSUMER_REGISTERS>();
     consume_gradient<S>(args, smem);
