@@ -1,6 +1,5 @@
 /* See choice.h. */
 #include "choice.h"
-#include <stdlib.h>
 #include "../kernels/attention.h"
 #include "../kernels/dealt.h"
 
@@ -219,7 +218,7 @@ enum { GRADIENT_FEW = 128, GRADIENT_FEW_BK = 64 };
 static bool is_for_fewer(const variant *v, const op_shape *s)
 {
   return v->op == OP_weight_gradient && takes_tensor_maps(v) && v->bk == GRADIENT_FEW_BK &&
-         expected_rows(s) > (getenv("FEW") ? atoi(getenv("FEW")) : GRADIENT_FEW);
+         expected_rows(s) > GRADIENT_FEW;
 }
 
 /* Rows as two codes each. Made by the kernel's own producers they take longer than another kernel; so do the launches

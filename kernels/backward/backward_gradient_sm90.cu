@@ -6,6 +6,6 @@
   extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__((WARPS)*WARP_SIZE, CTAS) VARIANT_NAME(  \
       op, arch, form, X, W, Y, SCALE, MAJOR, BM, BN, BK)(const __grid_constant__ weight_gradient_sm90_args args)       \
   {                                                                                                                    \
-    KERNEL_BODY(FOUR && STAGES == 6 ? 221536 : SMEM, gradient, gradient_shape<X, Y, CLUSTER, BM, BN, BK, FOUR && STAGES == 6 ? 4 : STAGES, WARPS>)                              \
+    KERNEL_BODY(SMEM, gradient, gradient_shape<X, Y, CLUSTER, BM, BN, BK, STAGES, WARPS>)                              \
   }
 #include "variants.def"

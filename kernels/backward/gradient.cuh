@@ -17,11 +17,8 @@
 #include "device/pipeline.cuh"
 #include "device/ptx_gradient_sm90.cuh"
 
-#ifndef FOUR
-#define FOUR 0
-#endif
 template <class X_, class Y_, int CLUSTER_, int BM_, int BN_, int BK_, int STAGES_, int WARPS,
-          int SLOTS_ = sizeof(Y_) == 4 || BK_ == 64 || FOUR ? 6 : 3>
+          int SLOTS_ = sizeof(Y_) == 4 || BK_ == 64 ? 6 : 3>
 struct gradient_shape {
   using X = X_;
   using Y = Y_;                                                                            /* of the gradient */
@@ -33,14 +30,6 @@ struct gradient_shape {
    * fetched into as many slots ahead. */
   static constexpr int SLOTS = SLOTS_, WIDTH = 128 / sizeof(Y), BOXES_ACROSS = BN / WIDTH,
                        BOXES = BLOCKS * BOXES_ACROSS;
-#ifndef TOGETHER_FEW
-#define TOGETHER_FEW 3
-#endif
-#ifndef LAG
-#define LAG 0
-#endif
-  static constexpr int TOGETHER = SLOTS == BOXES ? TOGETHER_FEW : 1; /* boxes a barrier */
-  static constexpr int AHEAD = LAG > 0 && LAG < STAGES ? STAGES - LAG : 0;          /* stages */
   static constexpr int CONSUMER_REGISTERS = 240, PRODUCER_REGISTERS = 24; /* 384 threads start with 168 each */
   static_assert(sizeof(X) == 2 && CLUSTER == 2 && THREADS == (CONSUMERS + 1) * GROUP, "see there");
   static_assert(BM % (BLOCK * CONSUMERS) == 0 && BN % BLOCK == 0, "whole boxes");
@@ -221,23 +210,6 @@ template <class S> DEVICE void release_gradient_stage(gradient_smem<S> &smem, in
   if (lane_id() < S::CLUSTER) mbarrier_arrive_cluster(&smem.empty[stage], lane_id());
 }
 
-/* The second consumer follows the first by some stages, so that one's tile is stored while the other's is multiplied. */
-template <class S> DEVICE volatile int32_t &stages_done(gradient_smem<S> &smem, int group)
-{
-  return smem.tiles[group].expert; /* of warps that have none */
-}
-
-template <class S> DEVICE void count_stages(gradient_smem<S> &smem, int group, int stages)
-{
-  if (threadIdx.x % S::GROUP == 0) stages_done<S>(smem, group) = stages_done<S>(smem, group) + stages;
-}
-
-template <class S> DEVICE void follow(gradient_smem<S> &smem, int steps)
-{
-  while (stages_done<S>(smem, 0) - stages_done<S>(smem, 1) < min(steps, (int)S::AHEAD)) {}
-  __syncwarp();
-}
-
 /* Adds a stage's first SIXTEENS * 16 rows to a tile's first N columns of q; `before` is the stage before, or -1, which
  * is released when these products are under way and its own have ended. */
 template <class S, int N, int SIXTEENS>
@@ -267,16 +239,9 @@ DEVICE void sum_rows(gradient_smem<S> &smem, pipeline_state<S::STAGES> &at, int 
                      float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
   int before = -1;
-  if (S::AHEAD && group == 1) follow<S>(smem, (halves + 1) / 2);
 #pragma unroll 1
-  for (; halves > 1; halves -= 2) {
-    sum_stage<S, N, S::BK / 16>(smem, at, group, before, acc);
-    if (S::AHEAD) count_stages<S>(smem, group, 1);
-  }
-  if (halves) {
-    sum_stage<S, N, S::BK / 32>(smem, at, group, before, acc);
-    if (S::AHEAD) count_stages<S>(smem, group, 1);
-  }
+  for (; halves > 1; halves -= 2) sum_stage<S, N, S::BK / 16>(smem, at, group, before, acc);
+  if (halves) sum_stage<S, N, S::BK / 32>(smem, at, group, before, acc);
   wgmma_wait_group<0>();
 #pragma unroll
   for (int i = 0; i < S::BLOCKS; i++) hold(acc[i]);
@@ -361,40 +326,28 @@ DEVICE void fetch_slot(const weight_gradient_sm90_args &args, gradient_smem<S> &
                           place.expert, there);
 }
 
-/* Boxes through the slots, EACH a barrier. Before it the first thread waits until the slots of the next EACH are free;
- * behind it that thread stores the boxes and, if ADD, fetches into the free slot what the next box is added to. */
+/* Box by box through the slots, one barrier a box. Before it the first thread waits until the slot after this one is
+ * free; behind it that thread stores the box and, if ADD, fetches into the free slot what the next box is added to. */
 template <class S, bool ADD>
 DEVICE void store_gradient(const weight_gradient_sm90_args &args, gradient_smem<S> &smem, int group,
                            pipeline_state<S::SLOTS> &at, const gradient_place &place,
                            const float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
-  constexpr int EACH = ADD ? 1 : S::TOGETHER;
   const bool first = threadIdx.x % S::GROUP == 0;
 #pragma unroll
-  for (int box = 0; box < S::BOXES; box += EACH) {
+  for (int box = 0; box < S::BOXES; box++, at.advance()) {
     if (ADD) wait_for(&smem.there[group][at.stage], at.phase);
-    if constexpr (EACH == S::BOXES) {
-      if (first) cp_async_bulk_wait_group_read<0>();
-      bar_sync(1 + group, S::GROUP);
-    }
-#pragma unroll
-    for (int i = 0; i < EACH; i++)
-      stage_slot<S, ADD>(shared_address(smem.slots[group][at.stage + i]), (box + i) % S::BOXES_ACROSS * S::WIDTH / 8,
-                         acc[(box + i) / S::BOXES_ACROSS]);
+    stage_slot<S, ADD>(shared_address(smem.slots[group][at.stage]), box % S::BOXES_ACROSS * S::WIDTH / 8,
+                       acc[box / S::BOXES_ACROSS]);
     fence_proxy_async_shared();
-    if (EACH < S::BOXES && first) cp_async_bulk_wait_group_read<S::SLOTS / EACH - 2>();
+    if (first) cp_async_bulk_wait_group_read<S::SLOTS - 2>();
     bar_sync(1 + group, S::GROUP);
-    if (first) {
-#pragma unroll
-      for (int i = 0; i < EACH; i++)
-        cp_async_bulk_tensor_4d_store(args.d, place.column_of<S>(box + i), place.row_of<S>(box + i), place.half,
-                                      place.expert, smem.slots[group][at.stage + i]);
-      cp_async_bulk_commit_group();
-      if (ADD && box + 1 >= S::SLOTS && box + 1 < S::BOXES)
-        fetch_slot<S>(args, smem, group, (at.stage + 1) % S::SLOTS, place, box + 1);
-    }
-#pragma unroll
-    for (int i = 0; i < EACH; i++) at.advance();
+    if (!first) continue;
+    cp_async_bulk_tensor_4d_store(args.d, place.column_of<S>(box), place.row_of<S>(box), place.half, place.expert,
+                                  smem.slots[group][at.stage]);
+    cp_async_bulk_commit_group();
+    if (ADD && box + 1 >= S::SLOTS && box + 1 < S::BOXES)
+      fetch_slot<S>(args, smem, group, (at.stage + 1) % S::SLOTS, place, box + 1);
   }
 }
 
@@ -436,7 +389,6 @@ template <class S> DEVICE void consume_gradient(const weight_gradient_sm90_args 
     const row_steps rows = smem.rows[cursor.expert];
     const gradient_place place = gradient_place::of<S>(args, m, tile, group);
     if (place.row >= m.p || tile.q >= m.q_all) {
-      if (S::AHEAD) count_stages<S>(smem, group, rows.steps());
       skip_rows<S>(smem, at, rows.steps());
       continue;
     }
@@ -459,7 +411,6 @@ template <class S> DEVICE void gradient_gemm(const weight_gradient_sm90_args &ar
 {
   if (threadIdx.x == 0) {
     smem.grid = gradient_grid_of<S>(args.g);
-    for (int group = 0; group < S::CONSUMERS; group++) stages_done<S>(smem, group) = 0;
     prefetch_tensormap(args.p);
     prefetch_tensormap(args.q);
     prefetch_tensormap(args.d);
