@@ -184,6 +184,14 @@ static void codes_layer(world *w)
   CHECK_OK(cumoe_weights_bind(w->context, &weights, &w->weights));
 }
 
+static cumoe_status run_from_router(world *w)
+{
+  const cumoe_moe_desc d = describe(CUMOE_BF16);
+  cumoe_moe_args a = arguments(w, &d, 3000);
+  a.router_weight = lend_in(w, CUMOE_BF16, EXPERTS, HIDDEN);
+  return cumoe_moe_forward(w->plan, w->weights, &a, w->stream);
+}
+
 /* Many tokens: up copies its rows to where down will write, and counts in what the map has cleared. */
 static void test_copy_arguments(void)
 {
@@ -206,7 +214,7 @@ static void test_copy_arguments(void)
         up->g.protocol.evict_last && down->g.protocol.evict_last);
   end_world(&w);
   case_end();
-  case_begin("codes lie apart from y, which down writes while up reads");
+  case_begin("codes lie apart from y, which down writes while up reads, and are made beside the router");
   w = (world){.next = SHIM_LENT};
   codes_layer(&w);
   CHECK_OK(run_logits(&w));
@@ -214,6 +222,11 @@ static void test_copy_arguments(void)
   CHECK(up && down && up->g.rows.mode != ROWS_AS_THEY_ARE && up->g.protocol.by_expert && down->g.protocol.by_expert);
   const char *y = down->g.c, *copy = up->g.protocol.x_copy, *y_end = y + up->g.rows_cap * HIDDEN * 2;
   CHECK(copy && (copy >= y_end || copy + up->g.rows_cap * (HIDDEN + HIDDEN / 128 * 4) <= y));
+  const quantize_args *codes = shim_last_args("cumoe_quantize");
+  CHECK(codes && !codes->early_inputs); /* nothing that has waited lies ahead */
+  CHECK_OK(run_from_router(&w));
+  codes = shim_last_args("cumoe_quantize");
+  CHECK(codes && codes->early_inputs); /* the router has */
   end_world(&w);
   case_end();
   case_begin("stages: what is lent is not discarded");
