@@ -176,8 +176,10 @@ static cumoe_status reach(group *g, int32_t rank)
   TRY_CUDA(cudaPointerGetAttributes(&facts, g->arenas[rank]));
   REQUIRE(facts.type == cudaMemoryTypeDevice, CUMOE_ERR_WRONG_DEVICE,
           "config.arenas[%d] is %p, not memory of a GPU that this process knows", (int)rank, (void *)g->arenas[rank]);
-  g->here += facts.device == g->context->device;
-  if (facts.device == g->context->device) return CUMOE_OK;
+  if (facts.device == g->context->device) {
+    g->here++;
+    return CUMOE_OK;
+  }
   TRY_CUDA(cudaDeviceCanAccessPeer(&can, g->context->device, facts.device));
   REQUIRE(can, CUMOE_ERR_NOT_SUPPORTED, "config.arenas[%d] is on CUDA device %d, which device %d cannot reach",
           (int)rank, facts.device, (int)g->context->device);

@@ -418,6 +418,12 @@ static token_count rows_of_route(const pass *p, int64_t cap)
   return (token_count){cap, p->route.offsets + p->plan->desc.local_experts};
 }
 
+/* The router lies ahead of those that make codes of x, and has waited for all before: they need not. */
+static bool router_is_ahead(const pass *p)
+{
+  return p->lp.steps[STAGE_router].row >= 0;
+}
+
 static void quantize_routed(const pass *p, const struct weights *w, layer_arguments *l)
 {
   const workspace_layout *at = &p->lp.at;
@@ -425,7 +431,7 @@ static void quantize_routed(const pass *p, const struct weights *w, layer_argume
   const token_count rows = rows_of_route(p, down->rows_cap);
   l->x = quantize_arguments(p->plan, up, w->up_order.by_expert ? rows : p->tokens, &w->up_order, region(p, at->x_codes),
                             region(p, at->x_scale));
-  l->x.early_inputs = p->lp.steps[STAGE_router].row >= 0; /* the router, ahead of it, has waited for all before */
+  l->x.early_inputs = router_is_ahead(p);
   l->h = quantize_arguments(p->plan, down, rows, &w->down_order, region(p, at->h_codes), region(p, at->h_scale));
 }
 
@@ -470,7 +476,7 @@ static void quantize_shared(const pass *p, layer_arguments *l)
   const workspace_layout *at = &p->lp.at;
   l->shared_x = quantize_arguments(p->plan, &l->shared_up.gemm.g, p->tokens, &p->shared->up_order,
                                    region(p, at->shared_x_codes), region(p, at->shared_x_scale));
-  l->shared_x.early_inputs = p->lp.steps[STAGE_router].row >= 0;
+  l->shared_x.early_inputs = router_is_ahead(p);
   l->shared_h = quantize_arguments(p->plan, &l->shared_down.gemm.g, p->tokens, &p->shared->down_order,
                                    region(p, at->shared_h_codes), region(p, at->shared_h_scale));
 }
