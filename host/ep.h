@@ -76,8 +76,11 @@ typedef struct group {
   cudaKernel_t kernels[MOVES];
   char names[MOVES][32]; /* of the kernels */
   bool early;            /* they may start before the grid ahead has ended */
-  bool staged;           /* by NCCL, as what follows */
-  bool stuck;            /* NCCL has not ended: nothing that waits for the group's stream may be called */
+  int64_t beside_rows;   /* own rows an expert from which on these are served beside the exchange; INT64_MAX: never */
+  cudaStream_t side[EP_MAX_LANES]; /* which then runs here, */
+  cudaEvent_t turn[EP_MAX_LANES];  /* each of the two behind the other by this */
+  bool staged;                     /* by NCCL, as what follows */
+  bool stuck;                      /* NCCL has not ended: nothing that waits for the group's stream may be called */
   ep_staging staging;
   nccl nccl;
   uint64_t given_up; /* the abort word: the host's own */
@@ -132,6 +135,7 @@ cumoe_status ep_leave(group *g);
 /* The wires (ep_wire.c): what is opened, in a rank's own arena, or in another's. With the context's device entered, but
  * for moves. */
 cumoe_status wire_open(group *g);
+cumoe_status wire_follow(const group *g, int32_t lane, cumoe_stream waiter, cumoe_stream on); /* what `on` has so far */
 cumoe_status wire_close(group *g); /* the first failure; it is closed all the same */
 cumoe_status wire_write(const group *g, int32_t rank, uint64_t at, const void *from, size_t bytes);
 cumoe_status wire_read(const group *g, uint64_t at, void *to, size_t bytes);

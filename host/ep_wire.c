@@ -191,6 +191,40 @@ static cumoe_status reach(group *g, int32_t rank)
   return CUMOE_OK;
 }
 
+/* Of ranks that share a GPU, waits of one may lie in a hardware queue ahead of what another waits for. */
+static cumoe_status open_sides(group *g)
+{
+  g->beside_rows = INT64_MAX;
+  if (g->staged || g->here > 1 || g->shape.ranks == 1 || g->shape.exact) return CUMOE_OK;
+  for (int32_t l = 0; l < g->shape.lanes; l++) {
+    TRY_CUDA(cudaStreamCreateWithFlags(&g->side[l], cudaStreamNonBlocking));
+    TRY_CUDA(cudaEventCreateWithFlags(&g->turn[l], cudaEventDisableTiming));
+  }
+  g->beside_rows = EP_BESIDE_ROWS;
+  return CUMOE_OK;
+}
+
+static void close_sides(group *g, cumoe_status *first)
+{
+  for (int32_t l = 0; l < g->shape.lanes; l++) {
+    if (g->turn[l]) DROP_CUDA(first, cudaEventDestroy(g->turn[l]));
+    if (g->side[l]) DROP_CUDA(first, cudaStreamDestroy(g->side[l]));
+    g->turn[l] = NULL, g->side[l] = NULL;
+  }
+}
+
+static cumoe_status follow(const group *g, int32_t lane, cumoe_stream waiter, cumoe_stream on)
+{
+  TRY_CUDA(cudaEventRecord(g->turn[lane], on));
+  TRY_CUDA(cudaStreamWaitEvent(waiter, g->turn[lane], 0));
+  return CUMOE_OK;
+}
+
+cumoe_status wire_follow(const group *g, int32_t lane, cumoe_stream waiter, cumoe_stream on)
+{
+  ON_DEVICE(g->context, follow(g, lane, waiter, on));
+}
+
 cumoe_status wire_open(group *g)
 {
   if (on_cpu(g->context)) return CUMOE_OK;
@@ -200,6 +234,7 @@ cumoe_status wire_open(group *g)
   name_kernels(g);
   for (move which = 0; which < MOVES; which++)
     if (which != MOVE_FEW) TRY(find_kernel(g, g->library, which));
+  TRY(open_sides(g));
   return open_few(g);
 }
 
@@ -209,6 +244,7 @@ cumoe_status wire_close(group *g)
   if (g->library) DROP_CUDA(&first, cudaLibraryUnload(g->library));
   if (g->few_library) DROP_CUDA(&first, cudaLibraryUnload(g->few_library));
   if (g->stream) DROP_CUDA(&first, cudaStreamDestroy(g->stream));
+  close_sides(g, &first);
   g->library = g->few_library = NULL;
   g->stream = NULL;
   return first;
@@ -236,12 +272,14 @@ static int64_t between(int64_t n, int64_t least, int64_t most)
   return n > most ? most : n < least ? least : n;
 }
 
-/* CTAs along x for so many rows, parts of a row along y; of put those that fill behind them. */
+/* CTAs along x for so many rows, parts of a row along y; of put those that fill behind them. Slots alone have no parts,
+ * and rows beside a product an SM a CTA. */
 static launch_shape grid_of_rows(const ep_shape *s, int64_t rows, ep_args *a)
 {
-  const int64_t parts = parts_of_row(s), fillers = a->fill_vectors ? (EP_FILL_CTAS + parts - 1) / parts : 0;
-  a->movers =
-      (int32_t)between((rows + EP_MOVE_ROWS - 1) / EP_MOVE_ROWS, 1, between(EP_MOVE_CTAS / parts, 1, EP_MOVE_CTAS));
+  const int64_t all = a->puts == EP_PUTS_ROWS ? EP_BESIDE_PUT_CTAS : EP_MOVE_CTAS;
+  const int64_t parts = a->puts == EP_PUTS_SLOTS ? 1 : parts_of_row(s),
+                fillers = a->fill_vectors ? (EP_FILL_CTAS + parts - 1) / parts : 0;
+  a->movers = (int32_t)between((rows + EP_MOVE_ROWS - 1) / EP_MOVE_ROWS, 1, between(all / parts, 1, EP_MOVE_CTAS));
   return (launch_shape){.grid = {(unsigned)(a->movers + fillers), (unsigned)parts, 1},
                         .block = {EP_MOVE_THREADS, 1, 1}};
 }
@@ -253,7 +291,8 @@ static launch_shape grid_of_return(const group *g, ep_args *a)
   const int64_t each = COMBINE_TOKENS(s->top_k), of_warp = a->packets == EP_LINED ? EP_LINE_VECTORS : 32;
   const int64_t columns = EP_RETURN_THREADS / 32 * of_warp * 16 / s->element;
   const int64_t all = s->ranks * ((s->capacity + each - 1) / each) * ((s->hidden + columns - 1) / columns);
-  a->movers = (int32_t)between(all, 1, (int64_t)EP_RETURN_RESIDENT * g->context->machine.sms);
+  const int64_t sms = a->beside ? EP_BESIDE_RETURN_SMS : g->context->machine.sms;
+  a->movers = (int32_t)between(all, 1, EP_RETURN_RESIDENT * sms);
   return (launch_shape){.grid = {(unsigned)a->movers, 1, 1}, .block = {EP_RETURN_THREADS, 1, 1}};
 }
 
@@ -307,7 +346,7 @@ static cumoe_status launch_move(const group *g, move which, ep_args a, const voi
 {
   launch_shape shape = shape_of_move(g, which, &a);
   const bool waits = which == MOVE_WAIT_TOKENS || which == MOVE_WAIT_ANSWERS;
-  shape.early = g->early && !(g->staged && waits); /* what NCCL does ahead has to have ended */
+  shape.early = g->early && !a.late && !(g->staged && waits); /* what NCCL does ahead has to have ended */
   void *parameters[] = {of ? (void *)(uintptr_t)of : &a, &a};
   ON_DEVICE(g->context, launch_kernel(g->kernels[which], g->names[which], &shape, parameters, stream));
 }

@@ -626,6 +626,16 @@ static cumoe_status fill_words(const router_protocol *p, cumoe_stream stream)
   return CUMOE_OK;
 }
 
+static bool is_in_half(stage s, layer_half half)
+{
+  return half == LAYER_WHOLE || (s <= STAGE_up) == (half == LAYER_TO_UP);
+}
+
+static bool is_callers(stage s, const layer_ends *ends)
+{
+  return (s == STAGE_combine && ends->combines) || (s == STAGE_few_up && ends->fews);
+}
+
 /* Whatever may fail but the launches themselves comes before the first of them. */
 static cumoe_status run(const pass *p, const struct weights *weights, cumoe_stream stream, layer_ends *ends)
 {
@@ -641,10 +651,23 @@ static cumoe_status run(const pass *p, const struct weights *weights, cumoe_stre
     if (mapped_of(&l, s)) TRY(encode_maps(context, &p->lp.steps[s], mapped_of(&l, s)));
   TRY(encode_few_maps(context, &p->lp.steps[STAGE_few_up], &l.few));
   if (p->lp.few_fills) TRY(fill_words(&l.router.router.r.protocol, stream));
-  for (stage s = 0; s < STAGE_COUNT; ++s)
-    if (p->lp.steps[s].row >= 0 && !(s == STAGE_combine && ends->combines) && !(s == STAGE_few_up && ends->fews))
-      TRY(launch(context, &p->lp.steps[s], arguments_of(&l, s), stream));
+  bool late = ends->late;
+  for (stage s = 0; s < STAGE_COUNT; ++s) {
+    launch_step step = p->lp.steps[s];
+    if (step.row < 0 || !is_in_half(s, ends->half) || is_callers(s, ends)) continue;
+    if (late) step.early = late = false;
+    TRY(launch(context, &step, arguments_of(&l, s), stream));
+  }
   return CUMOE_OK;
+}
+
+/* All of it, or in `rest` without some SMs. */
+static const machine *spare(const machine *all, int32_t sms, machine *rest)
+{
+  if (sms == 0) return all;
+  *rest = *all;
+  rest->sms -= sms;
+  return rest;
 }
 
 /* `a` is args, filled in, to which `p` points. */
@@ -658,10 +681,12 @@ static cumoe_status prepare(cumoe_plan plan, cumoe_weights weights, const cumoe_
   layer_call call = call_of(with, a);
   call.filled = ends->filled;
   call.rank_tokens = ends->rank_tokens;
+  machine rest;
+  const machine *m = spare(&context->machine, ends->spared, &rest);
   *p = (pass){.plan = with->plan,
               .shared = with->shared,
               .args = a,
-              .lp = plan_layer(&context->machine, &with->plan->desc, &call),
+              .lp = plan_layer(m, &with->plan->desc, &call),
               .tokens = {a->x.rows, a->device_tokens.data},
               .workspace = a->workspace.data};
   TRY(check_layer_plan(context, &p->lp));

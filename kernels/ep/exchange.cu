@@ -141,7 +141,8 @@ template <int FIRST> DEVICE void wait_for_tokens(const ep_args &a, arrivals &s, 
   for (int r = threadIdx.x; r < a.shape.ranks; r += waiting_threads<FIRST>()) {
     s.packed[r] = s.carried[r] & EP_PACKED;
     const int64_t room = s.packed[r] ? a.shape.packets : a.shape.capacity;
-    a.arrived[r] = s.tokens[r] = all ? (int32_t)min((int64_t)(s.carried[r] & ~EP_PACKED), room) : 0;
+    const bool asks = all && !(a.beside && r == a.rank);
+    a.arrived[r] = s.tokens[r] = asks ? (int32_t)min((int64_t)(s.carried[r] & ~EP_PACKED), room) : 0;
     if (s.packed[r]) s.any_packed = true;
   }
   meet<FIRST>();
@@ -162,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1) cumoe_ep_wait_t
   __shared__ arrivals s;
   look_ahead(a, a.at.in);
   wait_for_earlier_grids_alone();
-  wait_for_tokens<WHOLE_CTA>(a, s, exchange_now(a));
+  wait_for_tokens<WHOLE_CTA>(a, s, exchange_now(a) + a.beside); /* of a put by two grids it is the one to count */
 }
 
 extern "C" __global__ void __launch_bounds__(EP_WAIT_THREADS, 1)
@@ -181,6 +182,11 @@ DEVICE void wait_in_put(const ep_args &a)
   if (!a.then_waits) let_next_grid_start();
 }
 
+DEVICE unsigned *put_counter(const ep_args &a)
+{
+  return a.puts == EP_PUTS_SLOTS ? &counters_of(a)->put_slots : &counters_of(a)->put;
+}
+
 /* then_waits: nothing comes between the put and its wait, so a CTA that has told the others also waits for them, which
  * saves a grid. */
 extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1) cumoe_ep_put(const __grid_constant__ ep_args a)
@@ -193,7 +199,7 @@ extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1) cumoe_ep_put(co
   const unsigned tokens = tokens_of_round(a);
   const uint32_t exchange = exchange_now(a) + 1; /* nobody changes it before all CTAs have come */
   put_tokens(a, tokens);
-  if (tell_all(a, a.at.in, a.slots ? a.sent : nullptr, tokens, &counters_of(a)->put, exchange) && a.then_waits)
+  if (tell_all(a, a.at.in, a.slots ? a.sent : nullptr, tokens, put_counter(a), exchange) && a.then_waits)
     wait_for_tokens<WHOLE_CTA>(a, s, exchange);
 }
 
@@ -215,7 +221,7 @@ extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1)
   const uint32_t exchange = exchange_now(a) + 1;
   __syncthreads(); /* all threads know it before any of them tells: who has heard of all changes it */
   if (has_rows()) {
-    put_rows_of_half(a, tokens);
+    if (a.puts != EP_PUTS_SLOTS) put_rows_of_half(a, tokens);
     if (ahead) {
       meet<MOVERS>();
       tell(a, a.at.in, nullptr, flag, exchange, cta_of_grid(a), ctas_of_grid(a), MOVERS);
@@ -228,7 +234,7 @@ extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1)
     gate_and_put_slots(g, a, t, at_hand.bias, tokens, exchange);
   }
   if (ahead) return;
-  if (tell_all(a, a.at.in, nullptr, flag, &counters_of(a)->put, exchange) && a.then_waits)
+  if (tell_all(a, a.at.in, nullptr, flag, put_counter(a), exchange) && a.then_waits)
     wait_for_tokens<WHOLE_CTA>(a, s, exchange);
 }
 
