@@ -13,7 +13,7 @@ typedef struct ep_workspace {
   size_t logits, ids, weights, gate_logit, rows, slots, sent, present, arrived, ids_here, y, shared_y, counts, inner,
       own;
   size_t inner_bytes; /* of the layers inside, one after the other */
-  size_t own_bytes;   /* of this rank's own tokens beside the others' */
+  size_t own_bytes;   /* of this rank's own tokens, where these are a layer of their own */
   size_t bytes;
 } ep_workspace;
 
@@ -25,9 +25,15 @@ static size_t take(size_t *end, int64_t rows, int64_t row_bytes)
 }
 
 /* Of so many own tokens. */
-static bool serves_beside(const group *g, int64_t tokens)
+static bool goes_aside(const group *g, int64_t tokens)
 {
-  return !on_cpu(g->context) && tokens * g->shape.top_k / g->shape.experts >= g->beside_rows;
+  return !on_cpu(g->context) && tokens >= g->aside_tokens;
+}
+
+/* As a layer of their own, besides. */
+static bool serves_own(const group *g, int64_t tokens)
+{
+  return goes_aside(g, tokens) && tokens * g->shape.top_k / g->shape.experts >= g->own_rows;
 }
 
 static cumoe_status lay_out_workspace(const group *g, ep_workspace *w)
@@ -37,7 +43,7 @@ static cumoe_status lay_out_workspace(const group *g, ep_workspace *w)
   size_t shared = 0, end = 0;
   *w = (ep_workspace){0};
   TRY(cumoe_plan_workspace(g->shard, all, &w->inner_bytes));
-  if (serves_beside(g, one)) TRY(cumoe_plan_workspace(g->shard, one, &w->own_bytes));
+  if (serves_own(g, one)) TRY(cumoe_plan_workspace(g->shard, one, &w->own_bytes));
   if (g->shared) TRY(cumoe_plan_workspace(g->shared, one, &shared));
   if (shared > w->inner_bytes) w->inner_bytes = shared;
   w->logits = take(&end, one, 4 * (int64_t)router_experts(&g->plan.desc));
@@ -171,7 +177,8 @@ typedef struct ep_round {
   cumoe_view x, ids, weights;
   cumoe_gate_args gate; /* what makes ids and weights, where the caller has not given both */
   bool gated;
-  bool beside; /* this rank's own tokens are a layer of their own */
+  bool aside; /* rows and sums travel by a stream of their own, beside the experts */
+  bool own;   /* and this rank's own tokens are a layer of their own */
   ep_args move;
 } ep_round;
 
@@ -239,14 +246,18 @@ static int64_t most_of_round(const ep_call *c, int64_t number)
   return left < capacity ? left : capacity;
 }
 
-/* A matter of this rank alone: the others see the same rows, flags and sums. Of two counts of rows, later rounds would
- * have a third one to add to. */
-static bool goes_beside(const ep_round *r)
+/* A matter of this rank alone: the others see the same rows, flags and sums. */
+static bool is_aside(const ep_round *r)
 {
-  const ep_call *c = r->c;
-  const bool one_more = r->number > 0 && c->layer.counts_out.data;
-  return c->whole && !one_more && serves_beside(c->g, r->tokens) &&
-         ep_form_of(&r->shape, most_of_round(c, r->number)) == EP_ROWS;
+  return r->c->whole && goes_aside(r->c->g, r->tokens) &&
+         ep_form_of(&r->shape, most_of_round(r->c, r->number)) == EP_ROWS;
+}
+
+/* Of two counts of rows, later rounds would have a third one to add to. */
+static bool is_own(const ep_round *r)
+{
+  const bool counts_again = r->number > 0 && r->c->layer.counts_out.data;
+  return r->aside && !counts_again && serves_own(r->c->g, r->tokens);
 }
 
 static void prepare_moves(ep_round *r)
@@ -254,7 +265,8 @@ static void prepare_moves(ep_round *r)
   const ep_call *c = r->c;
   const group *g = c->g;
   const cumoe_routing *routing = &g->plan.desc.routing;
-  r->beside = goes_beside(r);
+  r->aside = is_aside(r);
+  r->own = is_own(r);
   r->move = (ep_args){.arena = g->arena,
                       .shape = r->shape,
                       .at = r->at,
@@ -279,13 +291,14 @@ static void prepare_moves(ep_round *r)
                       .slots = g->ways.dedup ? region(c, c->at.slots) : NULL,
                       .sent = region(c, c->at.sent),
                       .all_tokens = {c->layer.x.rows, c->layer.device_tokens.data},
-                      .beside = r->beside,
+                      .aside = r->aside,
+                      .own = r->own,
                       .present = region(c, c->at.present),
                       .arrived = region(c, c->at.arrived),
                       .ids_here = region(c, c->at.ids_here),
                       .y_here = region(c, c->at.y),
                       .fault = g->context->fault};
-  if ((r->number > 0 || r->beside) && c->layer.counts_out.data) {
+  if ((r->number > 0 || r->own) && c->layer.counts_out.data) {
     r->move.counts = region(c, c->at.counts);
     r->move.counts_sum = c->layer.counts_out.data;
   }
@@ -327,12 +340,12 @@ static ep_round open_round(const ep_call *c, int64_t number)
 /* On a GPU a grid that has told the others waits for them as well, where nothing comes between. */
 static bool waits_in_answer(const ep_round *r)
 {
-  return r->c->whole && !on_cpu(r->c->g->context) && !r->c->g->staged && !r->beside;
+  return r->c->whole && !on_cpu(r->c->g->context) && !r->c->g->staged && !r->aside;
 }
 
 static bool waits_in_put(const ep_round *r)
 {
-  return waits_in_answer(r) && !r->c->g->shared && !r->beside;
+  return waits_in_answer(r) && !r->c->g->shared;
 }
 
 /* How answers go: decided by what all ranks have in common. */
@@ -596,14 +609,15 @@ static cumoe_status combine_round(const ep_round *r)
   return collect(r);
 }
 
-/* ---- a rank's own tokens, beside the exchange ---- */
+/* ---- rows and sums aside ---- */
 
 /*
- * Of many tokens a rank's own are a layer of their own, whose products run while rows travel: up while those of the other
- * ranks arrive, down while these are answered. What moves meanwhile has a stream of its own, and some SMs.
+ * Of many tokens rows leave while the router and the gate work, and sums of the first outputs while down makes the
+ * others: by a stream of the group's. Where own tokens are many, these are a layer of their own besides, whose products
+ * run meanwhile: up while others' rows arrive, down while the last sums leave.
  *
- *   the caller's   router, gate and slots | map, up of own tokens | map, up, down of others' | down of own | collect
- *   the side       rows .................... wait for tokens                                 | answers
+ *   caller's   router, gate, slots | up of own | map, up, down of the rest: first outputs, others | down of own | collect
+ *   side       rows ................... wait for tokens, ids                                 sums ........ sums
  */
 
 static cudaStream_t side_of(const ep_round *r)
@@ -623,17 +637,32 @@ static cumoe_status follow_side(const ep_round *r)
   return wire_follow(r->c->g, r->c->args.lane, r->c->stream, side_of(r));
 }
 
-/* Behind more than one grid, or none of this stream's. */
-static cumoe_status launch_late(const ep_round *r, move which, ep_load load, const void *of, cumoe_stream stream)
+static cumoe_status launch_aside(const ep_round *r, move which, const ep_args *a, const void *of)
 {
-  ep_args a = r->move;
-  a.puts = load;
-  a.late = true;
-  name_call_on(r->c->name, stream);
-  return wire_move(r->c->g, which, &a, of, stream);
+  name_call_on(r->c->name, side_of(r));
+  return wire_move(r->c->g, which, a, of, side_of(r));
 }
 
-/* Their rows are where the caller has them, ids and weights in this rank's segment, where put lays them. */
+static cumoe_status put_rows_aside(const ep_round *r)
+{
+  ep_args a = r->move;
+  a.puts = EP_PUTS_ROWS;
+  a.late = true;
+  a.sms = r->own ? EP_ASIDE_PUT_CTAS : 2 * EP_ASIDE_PUT_CTAS;
+  TRY(follow_caller(r));
+  return launch_aside(r, MOVE_PUT, &a, NULL);
+}
+
+static cumoe_status wait_aside(const ep_round *r)
+{
+  ep_args a = r->move;
+  a.late = true;
+  TRY(follow_caller(r));
+  TRY(launch_aside(r, MOVE_WAIT_TOKENS, &a, NULL));
+  return launch_aside(r, MOVE_TAKE_IDS, &r->move, NULL);
+}
+
+/* Own rows are where the caller has them, ids and weights in this rank's segment, where put lays them. */
 static cumoe_moe_args own_args(const ep_round *r)
 {
   const ep_call *c = r->c;
@@ -655,52 +684,88 @@ static cumoe_moe_args own_args(const ep_round *r)
 
 static cumoe_status serve_own(const ep_round *r, layer_half half, int32_t spared)
 {
+  if (!r->own) return CUMOE_OK;
   const cumoe_moe_args a = own_args(r);
   layer_ends ends = {.half = half, .spared = spared};
   return forward_between(r->c->g->shard, r->c->weights, &a, r->c->stream, &ends);
 }
 
-static cumoe_status put_beside(const ep_round *r)
-{
-  TRY(follow_caller(r));
-  return launch_late(r, MOVE_PUT, EP_PUTS_ROWS, NULL, side_of(r));
-}
-
 /* By dedup the gate says which rows go where; else they leave while it works. */
-static cumoe_status dispatch_beside(const ep_round *r)
+static cumoe_status dispatch_aside(const ep_round *r)
 {
   const bool dedup = r->c->g->ways.dedup;
   TRY(count_round(r));
-  if (!dedup) TRY(put_beside(r));
+  if (!dedup) TRY(put_rows_aside(r));
   TRY(run_routing(r));
   if (dedup) TRY(run_move(r, MOVE_SLOTS));
-  if (dedup) TRY(put_beside(r));
+  if (dedup) TRY(put_rows_aside(r));
   TRY(run_put(r, EP_PUTS_SLOTS));
-  TRY(follow_caller(r));
-  TRY(launch_late(r, MOVE_WAIT_TOKENS, EP_PUTS_ALL, NULL, side_of(r)));
+  TRY(wait_aside(r));
   TRY(run_shared(r));
-  return serve_own(r, LAYER_TO_UP, EP_BESIDE_PUT_CTAS);
+  return serve_own(r, LAYER_TO_UP, EP_ASIDE_PUT_CTAS);
 }
 
-/* Own tokens' down starts early: it has its SMs before the answers take the rest. */
-static cumoe_status serve_beside(const ep_round *r)
+/* Sums of `columns` outputs from the first one on, or (0) of all; beside products by some SMs. */
+static cumoe_status return_aside(const ep_round *r, const layer_ends *ends, bool more, bool beside)
 {
-  const ep_call *c = r->c;
+  const int64_t shift = ends->first * (int64_t)r->shape.element;
+  combine_args c = ends->combine;
+  ep_args a = r->move;
+  a.late = true;
+  a.sms = beside ? EP_ASIDE_RETURN_SMS : 0;
+  if (!ends->combines) return launch_aside(r, MOVE_ANSWER, &a, NULL);
+  if (ends->cuts) {
+    c.y = (const char *)c.y + shift;
+    c.hidden = ends->columns;
+    a.at.y += (uint64_t)shift;
+  }
+  if (more) a.counts = NULL, c.protocol.discard_h = NULL; /* which down still reads */
+  a.more = more;
+  return launch_aside(r, MOVE_RETURN, &a, &c);
+}
+
+/* A part of down's outputs, behind which the side stream comes. */
+static cumoe_status run_down(const ep_round *r, const cumoe_moe_args *a, int32_t first, int32_t columns,
+                             layer_ends *ends)
+{
+  *ends = ends_of(r);
+  ends->half = LAYER_FROM_DOWN;
+  ends->first = first;
+  ends->columns = columns;
+  ends->spared = first > 0 ? EP_ASIDE_RETURN_SMS : 0;
+  return forward_between(r->c->g->shard, r->c->weights, a, r->c->stream, ends);
+}
+
+/* What down does beside sums starts early, so that it has its SMs before these take the rest. */
+static cumoe_status serve_aside(const ep_round *r)
+{
   const cumoe_moe_args a = shard_args(r);
-  layer_ends ends = ends_of(r);
-  ends.late = true;
+  const int32_t hidden = r->shape.hidden,
+                half = (hidden / 2 + EP_ASIDE_COLUMNS - 1) / EP_ASIDE_COLUMNS * EP_ASIDE_COLUMNS;
+  layer_ends up = ends_of(r), first, second;
+  up.half = LAYER_TO_UP;
+  up.late = true;
   TRY(follow_side(r));
-  TRY(forward_between(c->g->shard, c->weights, &a, c->stream, &ends));
+  TRY(forward_between(r->c->g->shard, r->c->weights, &a, r->c->stream, &up));
+  TRY(run_down(r, &a, 0, half < hidden ? half : 0, &first));
   TRY(follow_caller(r));
-  TRY(serve_own(r, LAYER_FROM_DOWN, EP_BESIDE_RETURN_SMS));
-  return launch_late(r, ends.combines ? MOVE_RETURN : MOVE_ANSWER, EP_PUTS_ALL, ends.combines ? &ends.combine : NULL,
-                     side_of(r));
+  if (!first.cuts) {
+    TRY(serve_own(r, LAYER_FROM_DOWN, EP_ASIDE_RETURN_SMS));
+    return return_aside(r, &first, false, r->own);
+  }
+  TRY(run_down(r, &a, half, hidden - half, &second));
+  TRY(return_aside(r, &first, true, true));
+  TRY(follow_caller(r));
+  TRY(serve_own(r, LAYER_FROM_DOWN, EP_ASIDE_RETURN_SMS));
+  return return_aside(r, &second, false, r->own);
 }
 
-static cumoe_status combine_beside(const ep_round *r)
+static cumoe_status combine_aside(const ep_round *r)
 {
+  ep_args a = r->move;
+  a.late = true;
   TRY(follow_side(r));
-  TRY(launch_late(r, MOVE_WAIT_ANSWERS, EP_PUTS_ALL, NULL, r->c->stream));
+  TRY(launch_move(r, MOVE_WAIT_ANSWERS, a, NULL));
   return collect(r);
 }
 
@@ -721,10 +786,10 @@ static cumoe_status give_up_entered(const group *g)
 static cumoe_status run_part(const ep_call *c, ep_part which, int64_t number)
 {
   static cumoe_status (*const parts[2][PARTS])(const ep_round *) = {{dispatch_round, serve_round, combine_round},
-                                                                    {dispatch_beside, serve_beside, combine_beside}};
+                                                                    {dispatch_aside, serve_aside, combine_aside}};
   ep_round r = open_round(c, number);
   cumoe_status status = which == PART_DISPATCH ? locate_fill(&r) : CUMOE_OK;
-  if (status == CUMOE_OK) status = parts[r.beside][which](&r);
+  if (status == CUMOE_OK) status = parts[r.aside][which](&r);
   if (status != CUMOE_OK && status != CUMOE_ERR_PEER) CUMOE_IGNORE(give_up_entered(c->g));
   if (status == CUMOE_OK) c->g->next[c->args.lane] = (ep_part)((which + 1) % PARTS);
   return status;

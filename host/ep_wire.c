@@ -110,7 +110,7 @@ static const unsigned char *const few_image = NULL;
 /* A kernel for each type of y, or of y and out, where it computes. */
 static void name_kernels(group *g)
 {
-  static const char *const names[MOVES] = {"count",  "slots", "put", "gate_put", "wait_tokens",
+  static const char *const names[MOVES] = {"count",  "slots", "put", "gate_put", "wait_tokens", "take_ids",
                                            "answer", "",      "",    "",         "wait_answers"};
   const char *in = cumoe_dtype_name((cumoe_dtype)g->plan.desc.dtype),
              *out = cumoe_dtype_name((cumoe_dtype)g->plan.desc.out_dtype);
@@ -194,13 +194,14 @@ static cumoe_status reach(group *g, int32_t rank)
 /* Of ranks that share a GPU, waits of one may lie in a hardware queue ahead of what another waits for. */
 static cumoe_status open_sides(group *g)
 {
-  g->beside_rows = INT64_MAX;
+  g->aside_tokens = g->own_rows = INT64_MAX;
   if (g->staged || g->here > 1 || g->shape.ranks == 1 || g->shape.exact) return CUMOE_OK;
   for (int32_t l = 0; l < g->shape.lanes; l++) {
     TRY_CUDA(cudaStreamCreateWithFlags(&g->side[l], cudaStreamNonBlocking));
     TRY_CUDA(cudaEventCreateWithFlags(&g->turn[l], cudaEventDisableTiming));
   }
-  g->beside_rows = EP_BESIDE_ROWS;
+  g->aside_tokens = EP_ASIDE_TOKENS;
+  if (g->shape.ranks >= EP_OWN_RANKS) g->own_rows = EP_OWN_ROWS;
   return CUMOE_OK;
 }
 
@@ -272,15 +273,23 @@ static int64_t between(int64_t n, int64_t least, int64_t most)
   return n > most ? most : n < least ? least : n;
 }
 
-/* CTAs along x for so many rows, parts of a row along y; of put those that fill behind them. Slots alone have no parts,
- * and rows beside a product an SM a CTA. */
+/* CTAs along x for so many rows, parts of a row along y; of put those that fill behind them. Slots alone have no
+ * parts. */
 static launch_shape grid_of_rows(const ep_shape *s, int64_t rows, ep_args *a)
 {
-  const int64_t all = a->puts == EP_PUTS_ROWS ? EP_BESIDE_PUT_CTAS : EP_MOVE_CTAS;
+  const int64_t all = a->sms ? a->sms : EP_MOVE_CTAS;
   const int64_t parts = a->puts == EP_PUTS_SLOTS ? 1 : parts_of_row(s),
                 fillers = a->fill_vectors ? (EP_FILL_CTAS + parts - 1) / parts : 0;
   a->movers = (int32_t)between((rows + EP_MOVE_ROWS - 1) / EP_MOVE_ROWS, 1, between(all / parts, 1, EP_MOVE_CTAS));
   return (launch_shape){.grid = {(unsigned)(a->movers + fillers), (unsigned)parts, 1},
+                        .block = {EP_MOVE_THREADS, 1, 1}};
+}
+
+/* Four ids a thread at a time. */
+static launch_shape grid_of_ids(const ep_shape *s)
+{
+  const int64_t ids = s->capacity * s->ranks * s->top_k, each = 4 * EP_MOVE_THREADS;
+  return (launch_shape){.grid = {(unsigned)between((ids + each - 1) / each, 1, EP_MOVE_CTAS), 1, 1},
                         .block = {EP_MOVE_THREADS, 1, 1}};
 }
 
@@ -291,7 +300,7 @@ static launch_shape grid_of_return(const group *g, ep_args *a)
   const int64_t each = COMBINE_TOKENS(s->top_k), of_warp = a->packets == EP_LINED ? EP_LINE_VECTORS : 32;
   const int64_t columns = EP_RETURN_THREADS / 32 * of_warp * 16 / s->element;
   const int64_t all = s->ranks * ((s->capacity + each - 1) / each) * ((s->hidden + columns - 1) / columns);
-  const int64_t sms = a->beside ? EP_BESIDE_RETURN_SMS : g->context->machine.sms;
+  const int64_t sms = a->sms ? a->sms : g->context->machine.sms;
   a->movers = (int32_t)between(all, 1, EP_RETURN_RESIDENT * sms);
   return (launch_shape){.grid = {(unsigned)a->movers, 1, 1}, .block = {EP_RETURN_THREADS, 1, 1}};
 }
@@ -332,6 +341,7 @@ static launch_shape shape_of_move(const group *g, move which, ep_args *a)
   case MOVE_COUNT: return one_cta(1);
   case MOVE_PUT:
   case MOVE_GATE_PUT: return grid_of_rows(s, a->tokens.count, a);
+  case MOVE_TAKE_IDS: return grid_of_ids(s);
   case MOVE_ANSWER: return grid_of_rows(s, s->capacity * s->ranks * ep_answers(s), a);
   case MOVE_FEW: return shape_of_few(g, a);
   case MOVE_RETURN: return grid_of_return(g, a);

@@ -58,7 +58,7 @@ DEVICE int place_of(const ep_args &a, const place_table &t, int64_t token, int s
 /* The row of this rank's segment there that a token takes, or -1: it does not go there. */
 DEVICE int row_there(const ep_args &a, const uint64_t *active, unsigned token, int rank)
 {
-  if (a.beside && rank == a.rank) return (int)token;
+  if (a.own && rank == a.rank) return (int)token;
   if (a.slots) return a.slots[(int64_t)token * a.shape.ranks + rank];
   return is_among(active, rank) ? (int)token : -1;
 }
@@ -81,7 +81,7 @@ DEVICE void store_row(const ep_args &a, unsigned token, const row_part &p)
 {
   const int width = row_vectors(a);
   const int64_t bytes = (int64_t)width * 16, first = a.rank * a.shape.capacity;
-  for (int i = 0; i < a.shape.ranks - a.beside; i++) {
+  for (int i = 0; i < a.shape.ranks - a.own; i++) {
     const int r = rank_in_turn(a, token, i);
     const int row = row_there(a, active_ranks(a), token, r);
     if (row >= 0) store_part(p, lane_of(a, r) + a.at.x + (first + row) * bytes, width);
