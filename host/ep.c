@@ -424,7 +424,7 @@ static cumoe_status run_put(const ep_round *r, ep_load load)
   if (!gates_in_put(r)) return launch_move(r, MOVE_PUT, a, NULL);
   const gate_args gate = gating(r);
   a.early = r->c->layer.router_weight.data && !g->staged;
-  a.packets = r->tokens <= g->shape.packets;
+  a.packets = load == EP_PUTS_ALL && r->tokens <= g->shape.packets;
   return launch_move(r, MOVE_GATE_PUT, a, &gate);
 }
 
