@@ -43,7 +43,7 @@ typedef struct world {
   bool misplaces;                   /* the first expert's place names none of its rank; its slots weigh nothing */
   bool moves;                       /* every second call, experts in two places are in the second alone */
   bool apart, keeps, ungated;       /* router_x; ids_out and weights_out; a shared expert without a gate */
-  bool by_few;                      /* the experts, on a GPU */
+  bool by_few;                      /* the experts, on a GPU: by the kernels of so many rows */
   bool aside, own;      /* rows and sums aside, and own tokens a layer of their own, however few; of one rank a GPU */
   bool varies;          /* every second call is of any number of tokens, by its tokens_max */
   const uint64_t *says; /* of each rank: its mask, 0: makes no call of it */
@@ -2016,9 +2016,28 @@ static void stop_waiting(int signal)
 }
 
 /* After one that gave up the others would cost their timeouts. */
+/* By kernels of many rows, of which down draws its units. */
+static void many_on_gpus(bool own)
+{
+  const world w = {.name = own ? "own tokens apart, by products of many rows" : "sums aside, by products of many rows",
+                   .ranks = own ? 3 : 2,
+                   .experts = 8,
+                   .top_k = 2,
+                   .dtype = CUMOE_BF16,
+                   .hidden = 1024,
+                   .inter = 256,
+                   .capacity = 1100,
+                   .tokens = {1050, 730, 901},
+                   .by_few = true,
+                   .aside = true,
+                   .own = own};
+  if (!emulated()) run_world(&w, false);
+}
+
 static void answers_on_gpus(void)
 {
   for (size_t i = 0; i < sizeof worlds / sizeof *worlds * 2 && !gave_up; i++) run_world(&worlds[i / 2], i % 2);
+  for (int i = 0; i < 2 && !gave_up; i++) many_on_gpus(i == 1);
   for (size_t i = 0; i < sizeof crowds / sizeof *crowds * 2 && emulated() && !gave_up; i++)
     run_world(&crowds[i / 2], i % 2);
   for (int i = 0; i < 4 && !gave_up; i++) { /* several CTAs a move, parts of a row, tokens past a CTA of slots */
