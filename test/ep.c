@@ -44,9 +44,10 @@ typedef struct world {
   bool moves;                       /* every second call, experts in two places are in the second alone */
   bool apart, keeps, ungated;       /* router_x; ids_out and weights_out; a shared expert without a gate */
   bool by_few;                      /* the experts, on a GPU: by the kernels of so many rows */
-  bool aside, own;      /* rows and sums aside, and own tokens a layer of their own, however few; of one rank a GPU */
-  bool varies;          /* every second call is of any number of tokens, by its tokens_max */
-  const uint64_t *says; /* of each rank: its mask, 0: makes no call of it */
+  bool aside, cuts,
+      own; /* rows and sums aside, of parts of outputs, and own tokens a layer of their own, however few; of one rank a GPU */
+  bool varies;                    /* every second call is of any number of tokens, by its tokens_max */
+  const uint64_t *says;           /* of each rank: its mask, 0: makes no call of it */
   int32_t zero, identity, groups; /* of experts, which are ranked by their sigmoids and a bias */
   /* made */
   cumoe_moe_desc desc;
@@ -814,17 +815,17 @@ static void *second_lane(void *argument)
   return NULL;
 }
 
-static void send_aside(cumoe_group handle, bool own)
+static void send_aside(cumoe_group handle, bool own, bool cuts)
 {
   group *g;
   CHECK_OK(find_group(handle, &g));
-  if (g->side[0]) g->aside_tokens = 1, g->own_rows = own ? 0 : INT64_MAX;
+  if (g->side[0]) g->aside_tokens = 1, g->own_rows = own ? 0 : INT64_MAX, g->cuts = cuts;
 }
 
 static void enter(rank *r)
 {
   keep(r, join(r));
-  if (r->group && r->w->aside) send_aside(r->group, r->w->own);
+  if (r->group && r->w->aside) send_aside(r->group, r->w->own, r->w->cuts);
   if (r->group) keep(r, cumoe_ep_workspace(r->group, &r->workspace_bytes));
   for (int lane = 0; r->workspace_bytes && lane < r->w->lanes; lane++)
     r->workspaces[lane] = device_bytes(r->context, r->workspace_bytes);
@@ -1524,6 +1525,7 @@ static const world worlds[] = {
      .tokens = {39, 20},
      .varies = true,
      .aside = true,
+     .cuts = true,
      .own = true},
     {.name = "own tokens apart, residual, two lanes",
      .ranks = 2,
@@ -1538,6 +1540,7 @@ static const world worlds[] = {
      .spread = SCATTERED,
      .residual = true,
      .aside = true,
+     .cuts = true,
      .own = true},
     {.name = "own tokens of one rank of two apart, routed by the caller",
      .ranks = 2,
@@ -1550,6 +1553,7 @@ static const world worlds[] = {
      .odd_ids = true,
      .routed = true,
      .aside = true,
+     .cuts = true,
      .own = true},
     {.name = "own tokens apart, counted, in rounds",
      .ranks = 2,
@@ -1561,6 +1565,7 @@ static const world worlds[] = {
      .tokens = {90, 57},
      .counted = true,
      .aside = true,
+     .cuts = true,
      .own = true},
     {.name = "own tokens of four ranks apart",
      .ranks = 4,
@@ -1570,6 +1575,7 @@ static const world worlds[] = {
      .capacity = 48,
      .tokens = {48, 40, 34, 47},
      .aside = true,
+     .cuts = true,
      .own = true},
     {.name = "rows and sums aside, wide",
      .ranks = 2,
@@ -1580,7 +1586,8 @@ static const world worlds[] = {
      .inter = 16,
      .capacity = 40,
      .tokens = {40, 35},
-     .aside = true},
+     .aside = true,
+     .cuts = true},
     {.name = "rows and sums aside, counted, in rounds, few of one rank",
      .ranks = 3,
      .experts = 8,
@@ -2030,6 +2037,7 @@ static void many_on_gpus(bool own)
                    .tokens = {1050, 730, 901},
                    .by_few = true,
                    .aside = true,
+                   .cuts = true,
                    .own = own};
   if (!emulated()) run_world(&w, false);
 }
