@@ -612,12 +612,12 @@ static cumoe_status combine_round(const ep_round *r)
 /* ---- rows and sums aside ---- */
 
 /*
- * Of many tokens rows leave while the router and the gate work, and sums of the first outputs while down makes the
- * others: by a stream of the group's. Where own tokens are many, these are a layer of their own besides, whose products
- * run meanwhile: up while others' rows arrive, down while the last sums leave.
+ * Of many tokens rows leave while the router and the gate work, by a stream of the group's. Where own tokens are many,
+ * and as much travels, these are a layer of their own, whose products run meanwhile: up while others' rows arrive, down
+ * while the last sums leave; and the others' down is in two parts, the second beside sums of the first part's outputs.
  *
- *   caller's   router, gate, slots | up of own | map, up, down of the rest: first outputs, others | down of own | collect
- *   side       rows ................... wait for tokens, ids                                 sums ........ sums
+ *   caller's   router, gate, slots | up of own | map, up, down of the rest: first part, second | down of own | collect
+ *   side       rows ................... wait for tokens, ids                            sums ....... sums
  */
 
 static cudaStream_t side_of(const ep_round *r)
@@ -740,7 +740,7 @@ static cumoe_status run_down(const ep_round *r, const cumoe_moe_args *a, int32_t
 static int32_t second_part(const ep_round *r)
 {
   const int32_t hidden = r->shape.hidden, tiles = (hidden / 2 + EP_ASIDE_COLUMNS - 1) / EP_ASIDE_COLUMNS;
-  return r->c->g->cuts && tiles * EP_ASIDE_COLUMNS < hidden ? tiles * EP_ASIDE_COLUMNS : 0;
+  return r->own && tiles * EP_ASIDE_COLUMNS < hidden ? tiles * EP_ASIDE_COLUMNS : 0;
 }
 
 /* What down does beside sums starts early, so that it has its SMs before these take the rest. */

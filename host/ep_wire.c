@@ -201,8 +201,8 @@ static cumoe_status open_sides(group *g)
     TRY_CUDA(cudaEventCreateWithFlags(&g->turn[l], cudaEventDisableTiming));
   }
   g->aside_tokens = EP_ASIDE_TOKENS;
-  g->cuts = g->shape.ranks >= EP_MANY_RANKS;
-  if (g->cuts) g->own_rows = EP_OWN_ROWS;
+  const int64_t inter = g->plan.desc.inter * (int64_t)g->shape.top_k;
+  if (inter <= EP_OWN_INTER * (int64_t)(g->shape.ranks - 1)) g->own_rows = EP_OWN_ROWS;
   return CUMOE_OK;
 }
 

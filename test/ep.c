@@ -44,8 +44,7 @@ typedef struct world {
   bool moves;                       /* every second call, experts in two places are in the second alone */
   bool apart, keeps, ungated;       /* router_x; ids_out and weights_out; a shared expert without a gate */
   bool by_few;                      /* the experts, on a GPU: by the kernels of so many rows */
-  bool aside, cuts,
-      own; /* rows and sums aside, of parts of outputs, and own tokens a layer of their own, however few; of one rank a GPU */
+  bool aside, own;                /* rows aside, and own tokens a layer of their own, however few; of one rank a GPU */
   bool varies;                    /* every second call is of any number of tokens, by its tokens_max */
   const uint64_t *says;           /* of each rank: its mask, 0: makes no call of it */
   int32_t zero, identity, groups; /* of experts, which are ranked by their sigmoids and a bias */
@@ -815,17 +814,17 @@ static void *second_lane(void *argument)
   return NULL;
 }
 
-static void send_aside(cumoe_group handle, bool own, bool cuts)
+static void send_aside(cumoe_group handle, bool own)
 {
   group *g;
   CHECK_OK(find_group(handle, &g));
-  if (g->side[0]) g->aside_tokens = 1, g->own_rows = own ? 0 : INT64_MAX, g->cuts = cuts;
+  if (g->side[0]) g->aside_tokens = 1, g->own_rows = own ? 0 : INT64_MAX;
 }
 
 static void enter(rank *r)
 {
   keep(r, join(r));
-  if (r->group && r->w->aside) send_aside(r->group, r->w->own, r->w->cuts);
+  if (r->group && r->w->aside) send_aside(r->group, r->w->own);
   if (r->group) keep(r, cumoe_ep_workspace(r->group, &r->workspace_bytes));
   for (int lane = 0; r->workspace_bytes && lane < r->w->lanes; lane++)
     r->workspaces[lane] = device_bytes(r->context, r->workspace_bytes);
@@ -1525,9 +1524,8 @@ static const world worlds[] = {
      .tokens = {34, 20},
      .varies = true,
      .aside = true,
-     .cuts = true,
      .own = true},
-    {.name = "rows and sums aside, counted, in rounds, few of one rank",
+    {.name = "rows aside, counted, in rounds, few of one rank",
      .ranks = 3,
      .experts = 8,
      .top_k = 3,
@@ -1977,7 +1975,6 @@ static const world asides[] = {
      .spread = SCATTERED,
      .residual = true,
      .aside = true,
-     .cuts = true,
      .own = true},
     {.name = "own tokens of one rank of two apart, routed by the caller",
      .ranks = 2,
@@ -1990,7 +1987,6 @@ static const world asides[] = {
      .odd_ids = true,
      .routed = true,
      .aside = true,
-     .cuts = true,
      .own = true},
     {.name = "own tokens apart, counted, in rounds",
      .ranks = 2,
@@ -2002,7 +1998,6 @@ static const world asides[] = {
      .tokens = {90, 57},
      .counted = true,
      .aside = true,
-     .cuts = true,
      .own = true},
     {.name = "own tokens of four ranks apart",
      .ranks = 4,
@@ -2012,9 +2007,8 @@ static const world asides[] = {
      .capacity = 48,
      .tokens = {48, 40, 34, 47},
      .aside = true,
-     .cuts = true,
      .own = true},
-    {.name = "rows and sums aside, wide",
+    {.name = "rows aside, wide",
      .ranks = 2,
      .experts = 4,
      .top_k = 2,
@@ -2023,14 +2017,13 @@ static const world asides[] = {
      .inter = 16,
      .capacity = 40,
      .tokens = {40, 35},
-     .aside = true,
-     .cuts = true},
+     .aside = true},
 };
 
 /* By kernels of many rows, of which down draws its units. */
 static void many_on_gpus(bool own)
 {
-  const world w = {.name = own ? "own tokens apart, by products of many rows" : "sums aside, by products of many rows",
+  const world w = {.name = own ? "own tokens apart, by products of many rows" : "rows aside, by products of many rows",
                    .ranks = own ? 3 : 2,
                    .experts = 8,
                    .top_k = 2,
@@ -2041,7 +2034,6 @@ static void many_on_gpus(bool own)
                    .tokens = {1050, 730, 901},
                    .by_few = true,
                    .aside = true,
-                   .cuts = true,
                    .own = own};
   if (!emulated()) run_world(&w, false);
 }

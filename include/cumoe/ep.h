@@ -255,10 +255,10 @@ CUMOE_CHECKED cumoe_status cumoe_ep_workspace(cumoe_group group, size_t *bytes);
  *   counts_out, load  of this rank's experts and all ranks' tokens, of all rounds together
  *   device_tokens     on the CPU device read when the call is made; on GPUs by the kernels, so that a graph serves any
  *                     count up to x.rows. With several rounds a grid more each
- * From 1024 tokens on, sums (not EXACT) of a rank by itself on its GPU travel by a stream of the group's, one a lane,
+ * From 1024 tokens on a rank by itself on its GPU sends rows (not of EXACT) by a stream of the group's, one a lane,
  * which begins behind what `stream` has so far and which `stream` waits for before the call's last grids: to a caller,
- * and in a capture, all is `stream`'s. In groups of three ranks and more a rank then serves its own tokens by themselves
- * where they give each expert 256 rows in the mean; bits stay the same.
+ * and in a capture, all is `stream`'s. Where these give each expert 256 rows in the mean, and top_k * inter is at most
+ * 4500 for each other rank, its own tokens are computed by themselves while others' travel; bits stay the same.
  * Every token is sent to every rank (an exchange by gathering; CUMOE_GROUP_DEDUP: to those that have an expert of it),
  * its slots only to where their experts are. ids and counts that arrive are checked before they are used: what is out
  * of range drops the slot and is recorded (EXPERT_ID). Nothing of a call may lie in the group's arena
