@@ -410,8 +410,8 @@ template <class S> DEVICE void produce_rows(const gemm_args &args, mixed_smem<S>
   }
 }
 
-/* The same of another part of what stages hold, a stage at once. post(the stage's k, the next unit's slot) may post that
- * unit. */
+/* The same of another part of what stages hold, a stage at once. post(the stage's k, the next unit's slot) may post
+ * that unit. */
 template <class S, class PART, class POST>
 DEVICE void produce_part(const gemm_args &args, mixed_smem<S> &smem, POST post)
 {
