@@ -43,10 +43,12 @@ typedef struct world {
   bool misplaces;                   /* the first expert's place names none of its rank; its slots weigh nothing */
   bool moves;                       /* every second call, experts in two places are in the second alone */
   bool apart, keeps, ungated;       /* router_x; ids_out and weights_out; a shared expert without a gate */
-  bool by_few;                      /* the experts, on a GPU */
-  bool varies;                      /* every second call is of any number of tokens, by its tokens_max */
-  const uint64_t *says;             /* of each rank: its mask, 0: makes no call of it */
-  int32_t zero, identity, groups;   /* of experts, which are ranked by their sigmoids and a bias */
+  bool by_few;                      /* the experts, on a GPU: by the kernels of so many rows */
+  bool aside, cuts,
+      own; /* rows and sums aside, of parts of outputs, and own tokens a layer of their own, however few; of one rank a GPU */
+  bool varies;                    /* every second call is of any number of tokens, by its tokens_max */
+  const uint64_t *says;           /* of each rank: its mask, 0: makes no call of it */
+  int32_t zero, identity, groups; /* of experts, which are ranked by their sigmoids and a bias */
   /* made */
   cumoe_moe_desc desc;
   int64_t all; /* tokens of all ranks */
@@ -813,9 +815,17 @@ static void *second_lane(void *argument)
   return NULL;
 }
 
+static void send_aside(cumoe_group handle, bool own, bool cuts)
+{
+  group *g;
+  CHECK_OK(find_group(handle, &g));
+  if (g->side[0]) g->aside_tokens = 1, g->own_rows = own ? 0 : INT64_MAX, g->cuts = cuts;
+}
+
 static void enter(rank *r)
 {
   keep(r, join(r));
+  if (r->group && r->w->aside) send_aside(r->group, r->w->own, r->w->cuts);
   if (r->group) keep(r, cumoe_ep_workspace(r->group, &r->workspace_bytes));
   for (int lane = 0; r->workspace_bytes && lane < r->w->lanes; lane++)
     r->workspaces[lane] = device_bytes(r->context, r->workspace_bytes);
@@ -1503,6 +1513,93 @@ static const world worlds[] = {
      .tokens_max = 39,
      .tokens = {39, 20},
      .varies = true},
+    {.name = "own tokens apart, and few in turn",
+     .ranks = 2,
+     .experts = 8,
+     .top_k = 3,
+     .dtype = CUMOE_BF16,
+     .hidden = 264,
+     .inter = 24,
+     .capacity = 40,
+     .tokens_max = 39,
+     .tokens = {39, 20},
+     .varies = true,
+     .aside = true,
+     .cuts = true,
+     .own = true},
+    {.name = "own tokens apart, residual, two lanes",
+     .ranks = 2,
+     .lanes = 2,
+     .experts = 9,
+     .top_k = 4,
+     .dtype = CUMOE_F16,
+     .hidden = 64,
+     .inter = 40,
+     .capacity = 70,
+     .tokens = {70, 33},
+     .spread = SCATTERED,
+     .residual = true,
+     .aside = true,
+     .cuts = true,
+     .own = true},
+    {.name = "own tokens of one rank of two apart, routed by the caller",
+     .ranks = 2,
+     .experts = 6,
+     .top_k = 2,
+     .dtype = CUMOE_BF16,
+     .capacity = 64,
+     .tokens = {50, 0},
+     .spread = SCATTERED,
+     .odd_ids = true,
+     .routed = true,
+     .aside = true,
+     .cuts = true,
+     .own = true},
+    {.name = "own tokens apart, counted, in rounds",
+     .ranks = 2,
+     .experts = 8,
+     .top_k = 2,
+     .dtype = CUMOE_BF16,
+     .capacity = 40,
+     .tokens_max = 100,
+     .tokens = {90, 57},
+     .counted = true,
+     .aside = true,
+     .cuts = true,
+     .own = true},
+    {.name = "own tokens of four ranks apart",
+     .ranks = 4,
+     .experts = 8,
+     .top_k = 4,
+     .dtype = CUMOE_BF16,
+     .capacity = 48,
+     .tokens = {48, 40, 34, 47},
+     .aside = true,
+     .cuts = true,
+     .own = true},
+    {.name = "rows and sums aside, wide",
+     .ranks = 2,
+     .experts = 4,
+     .top_k = 2,
+     .dtype = CUMOE_BF16,
+     .hidden = 520,
+     .inter = 16,
+     .capacity = 40,
+     .tokens = {40, 35},
+     .aside = true,
+     .cuts = true},
+    {.name = "rows and sums aside, counted, in rounds, few of one rank",
+     .ranks = 3,
+     .experts = 8,
+     .top_k = 3,
+     .dtype = CUMOE_F16,
+     .capacity = 40,
+     .tokens_max = 60,
+     .tokens = {5, 57, 0},
+     .spread = SCATTERED,
+     .counted = true,
+     .routed = true,
+     .aside = true},
     {.name = "sums of eight ranks, counted, in rounds",
      .ranks = 8,
      .experts = 16,
@@ -1926,9 +2023,29 @@ static void stop_waiting(int signal)
 }
 
 /* After one that gave up the others would cost their timeouts. */
+/* By kernels of many rows, of which down draws its units. */
+static void many_on_gpus(bool own)
+{
+  const world w = {.name = own ? "own tokens apart, by products of many rows" : "sums aside, by products of many rows",
+                   .ranks = own ? 3 : 2,
+                   .experts = 8,
+                   .top_k = 2,
+                   .dtype = CUMOE_BF16,
+                   .hidden = 1024,
+                   .inter = 256,
+                   .capacity = 1100,
+                   .tokens = {1050, 730, 901},
+                   .by_few = true,
+                   .aside = true,
+                   .cuts = true,
+                   .own = own};
+  if (!emulated()) run_world(&w, false);
+}
+
 static void answers_on_gpus(void)
 {
   for (size_t i = 0; i < sizeof worlds / sizeof *worlds * 2 && !gave_up; i++) run_world(&worlds[i / 2], i % 2);
+  for (int i = 0; i < 2 && !gave_up; i++) many_on_gpus(i == 1);
   for (size_t i = 0; i < sizeof crowds / sizeof *crowds * 2 && emulated() && !gave_up; i++)
     run_world(&crowds[i / 2], i % 2);
   for (int i = 0; i < 4 && !gave_up; i++) { /* several CTAs a move, parts of a row, tokens past a CTA of slots */

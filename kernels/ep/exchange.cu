@@ -57,20 +57,21 @@ DEVICE int take_id(const ep_args &a, const int32_t *arrived, unsigned at, int id
   return checked_id(a, slot, id, exchange);
 }
 
-/* Both arrays' regions end on 256 bytes, so the last vector may hang over. */
-DEVICE void take_ids(const ep_args &a, const int32_t *arrived, uint32_t exchange)
+/* A CTA's share. Both arrays' regions end on 256 bytes, so the last vector may hang over. */
+DEVICE void take_ids(const ep_args &a, const int32_t *arrived, uint32_t exchange, unsigned cta, unsigned ctas)
 {
   const unsigned ids = (unsigned)a.shape.ranks * (unsigned)a.shape.capacity * a.shape.top_k,
                  vectors = ceil_div(ids, 4u);
   const int4 *from = reinterpret_cast<const int4 *>(lane_of(a, a.rank) + a.at.ids);
+  const unsigned step = ctas * blockDim.x;
   int4 *to = reinterpret_cast<int4 *>(a.ids_here), v[IDS_IN_FLIGHT];
-  for (unsigned first = threadIdx.x; first < vectors; first += IDS_IN_FLIGHT * blockDim.x) {
+  for (unsigned first = cta * blockDim.x + threadIdx.x; first < vectors; first += IDS_IN_FLIGHT * step) {
 #pragma unroll
     for (int j = 0; j < IDS_IN_FLIGHT; j++)
-      if (first + j * blockDim.x < vectors) v[j] = from[first + j * blockDim.x];
+      if (first + j * step < vectors) v[j] = from[first + j * step];
 #pragma unroll
     for (int j = 0; j < IDS_IN_FLIGHT; j++) {
-      const unsigned i = first + j * blockDim.x, at = i * 4;
+      const unsigned i = first + j * step, at = i * 4;
       if (i >= vectors) break;
       to[i] = make_int4(take_id(a, arrived, at, v[j].x, exchange), take_id(a, arrived, at + 1, v[j].y, exchange),
                         take_id(a, arrived, at + 2, v[j].z, exchange), take_id(a, arrived, at + 3, v[j].w, exchange));
@@ -95,8 +96,9 @@ DEVICE int take_packet(const ep_args &a, uint32_t exchange, int source, unsigned
     found = {load_words_system(slot_packet(a, a.rank, source, (int)(slot / k), (int)(slot % k)))};
   }
   const uint2 data = data_of(found);
-  reinterpret_cast<float *>(lane_of(a, a.rank) + a.at.weights)[source * a.shape.capacity * k + slot] =
-      __uint_as_float(data.y);
+  const int64_t at = source * a.shape.capacity * k + slot;
+  reinterpret_cast<float *>(lane_of(a, a.rank) + a.at.weights)[at] = __uint_as_float(data.y);
+  if (a.aside) reinterpret_cast<int32_t *>(lane_of(a, a.rank) + a.at.ids)[at] = (int32_t)data.x;
   return checked_id(a, slot, (int)data.x, exchange);
 }
 
@@ -141,14 +143,16 @@ template <int FIRST> DEVICE void wait_for_tokens(const ep_args &a, arrivals &s, 
   for (int r = threadIdx.x; r < a.shape.ranks; r += waiting_threads<FIRST>()) {
     s.packed[r] = s.carried[r] & EP_PACKED;
     const int64_t room = s.packed[r] ? a.shape.packets : a.shape.capacity;
-    a.arrived[r] = s.tokens[r] = all ? (int32_t)min((int64_t)(s.carried[r] & ~EP_PACKED), room) : 0;
+    const bool asks = all && !(a.own && r == a.rank);
+    a.arrived[r] = s.tokens[r] = asks ? (int32_t)min((int64_t)(s.carried[r] & ~EP_PACKED), room) : 0;
     if (s.packed[r]) s.any_packed = true;
   }
   meet<FIRST>();
+  if (a.aside && !s.any_packed) return;
   if (FIRST != WHOLE_CTA || s.any_packed)
     take_ids_and_packets<FIRST>(a, s, exchange);
   else
-    take_ids(a, s.tokens, exchange);
+    take_ids(a, s.tokens, exchange, 0, 1);
 }
 
 DEVICE void wait_for_answers(const ep_args &a, uint32_t exchange)
@@ -162,7 +166,17 @@ extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1) cumoe_ep_wait_t
   __shared__ arrivals s;
   look_ahead(a, a.at.in);
   wait_for_earlier_grids_alone();
-  wait_for_tokens<WHOLE_CTA>(a, s, exchange_now(a));
+  wait_for_tokens<WHOLE_CTA>(a, s, exchange_now(a) + a.aside);
+}
+
+/* Aside, behind that: one CTA would be at it for 30 us with 8192 tokens of four ranks. */
+extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1) cumoe_ep_take_ids(const __grid_constant__ ep_args a)
+{
+  __shared__ int32_t arrived[EP_MAX_RANKS];
+  wait_for_earlier_grids();
+  for (int r = threadIdx.x; r < a.shape.ranks; r += blockDim.x) arrived[r] = a.arrived[r];
+  __syncthreads();
+  take_ids(a, arrived, exchange_now(a), blockIdx.x, gridDim.x);
 }
 
 extern "C" __global__ void __launch_bounds__(EP_WAIT_THREADS, 1)
@@ -181,6 +195,11 @@ DEVICE void wait_in_put(const ep_args &a)
   if (!a.then_waits) let_next_grid_start();
 }
 
+DEVICE unsigned *put_counter(const ep_args &a)
+{
+  return a.puts == EP_PUTS_SLOTS ? &counters_of(a)->put_slots : &counters_of(a)->put;
+}
+
 /* then_waits: nothing comes between the put and its wait, so a CTA that has told the others also waits for them, which
  * saves a grid. */
 extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1) cumoe_ep_put(const __grid_constant__ ep_args a)
@@ -193,7 +212,7 @@ extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1) cumoe_ep_put(co
   const unsigned tokens = tokens_of_round(a);
   const uint32_t exchange = exchange_now(a) + 1; /* nobody changes it before all CTAs have come */
   put_tokens(a, tokens);
-  if (tell_all(a, a.at.in, a.slots ? a.sent : nullptr, tokens, &counters_of(a)->put, exchange) && a.then_waits)
+  if (tell_all(a, a.at.in, a.slots ? a.sent : nullptr, tokens, put_counter(a), exchange) && a.then_waits)
     wait_for_tokens<WHOLE_CTA>(a, s, exchange);
 }
 
@@ -215,7 +234,7 @@ extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1)
   const uint32_t exchange = exchange_now(a) + 1;
   __syncthreads(); /* all threads know it before any of them tells: who has heard of all changes it */
   if (has_rows()) {
-    put_rows_of_half(a, tokens);
+    if (a.puts != EP_PUTS_SLOTS) put_rows_of_half(a, tokens);
     if (ahead) {
       meet<MOVERS>();
       tell(a, a.at.in, nullptr, flag, exchange, cta_of_grid(a), ctas_of_grid(a), MOVERS);
@@ -228,7 +247,7 @@ extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1)
     gate_and_put_slots(g, a, t, at_hand.bias, tokens, exchange);
   }
   if (ahead) return;
-  if (tell_all(a, a.at.in, nullptr, flag, &counters_of(a)->put, exchange) && a.then_waits)
+  if (tell_all(a, a.at.in, nullptr, flag, put_counter(a), exchange) && a.then_waits)
     wait_for_tokens<WHOLE_CTA>(a, s, exchange);
 }
 
@@ -254,7 +273,7 @@ template <class In, int COLUMNS> DEVICE void return_rows(const combine_args &c, 
   const uint32_t exchange = exchange_now(a); /* since the wait for tokens: several grids ago */
   combine_to_ranks<In, COLUMNS>(c, a, exchange);
   if (a.packets && cta_of_grid(a) == 0) tell_that_all_is_read(a, exchange);
-  if (a.packets) return;
+  if (a.packets || a.more) return;
   if (tell_all(a, a.at.back, nullptr, 0, &counters_of(a)->answered, exchange) && a.then_waits)
     wait_for_answers(a, exchange);
 }
