@@ -151,6 +151,12 @@ static bool is_choice(const variant *v, const choice *c)
   return v->form == c->form && v->bm == c->bm && v->bn == c->bn;
 }
 
+/* What rows of the table have for weights of this kind; the router's are its own. */
+static weight_format format_of(const bench *b, const family *f, const kind *k)
+{
+  return f->op == OP_router ? FORMAT_none : kind_class(k, b->o.dtype);
+}
+
 /* 0: no row of the choice serves the layer. */
 static cumoe_status time_choice(bench *b, const machine *m, const family *f, cell *c, const choice *which, double *us)
 {
@@ -160,8 +166,9 @@ static cumoe_status time_choice(bench *b, const machine *m, const family *f, cel
   work timed = works[has_scales(f->weights) ? ITEM_layer : item_of(f)];
   timed.optional = true;
   for (int32_t v = 0; v < variant_count && t.median <= 0; ++v) {
-    const weight_format format = f->op == OP_router ? FORMAT_none : kind_class(c->model->kind, b->o.dtype);
-    if (!runs_on(m, &variants[v]) || !belongs(&variants[v], f, format) || !is_choice(&variants[v], which)) continue;
+    if (!runs_on(m, &variants[v]) || !belongs(&variants[v], f, format_of(b, f, c->model->kind)) ||
+        !is_choice(&variants[v], which))
+      continue;
     TRY(cumoe_variant_force(b->context, v));
     TRY(measure(b, &timed, 1, c->inputs, &t, NULL));
     TRY(cumoe_variant_force(b->context, -1));
@@ -201,13 +208,13 @@ static cumoe_status time_model(bench *b, const machine *gpu, const family *f, mo
   return CUMOE_OK;
 }
 
-/* The family's kernels that this GPU has. */
-static void find_choices(const machine *m, const family *f, samples *s)
+/* The family's kernels that this GPU has, for weights of this format. */
+static void find_choices(const machine *m, const family *f, weight_format format, samples *s)
 {
   for (int32_t v = 0; v < variant_count && s->choices < MAX_CHOICES; ++v) {
     bool known = false;
     for (int32_t i = 0; i < s->choices; ++i) known = known || is_choice(&variants[v], &s->choice[i]);
-    if (known || !runs_on(m, &variants[v]) || !belongs(&variants[v], f, FORMAT_none)) continue;
+    if (known || !runs_on(m, &variants[v]) || !belongs(&variants[v], f, format)) continue;
     s->choice[s->choices++] = (choice){variants[v].form, variants[v].bm, variants[v].bn};
   }
 }
@@ -237,16 +244,17 @@ static bool is_of(const kind *k, const family *f)
   return f->op == OP_router ? kind_is_dense(k) : weights_class_of(kind_class(k, dtype_of(f))) == f->weights;
 }
 
-static cumoe_status time_family(bench *b, const machine *gpu, const family *f, const char *only, samples *s)
+/* Of one of the kinds of weights that are its class's. */
+static cumoe_status time_kind(bench *b, const machine *gpu, const family *f, int32_t index, const char *only,
+                              samples *s)
 {
-  set_types(b, f);
-  find_choices(gpu, f, s);
-  for (int32_t k = 0; k < b->o.kinds_count; ++k)
-    for (int32_t i = 0; i < shape_count() && is_of(b->o.kinds[k], f); ++i) {
-      const shape layer = shape_at(i);
-      if (!strstr(f->models, layer.name) || (only && !strstr(only, layer.name))) continue;
-      TRY(time_layer(b, gpu, f, k, &layer, s));
-    }
+  memset(s, 0, sizeof *s);
+  find_choices(gpu, f, format_of(b, f, b->o.kinds[index]), s);
+  for (int32_t i = 0; i < shape_count(); ++i) {
+    const shape layer = shape_at(i);
+    if (!strstr(f->models, layer.name) || (only && !strstr(only, layer.name))) continue;
+    TRY(time_layer(b, gpu, f, index, &layer, s));
+  }
   return CUMOE_OK;
 }
 
@@ -311,31 +319,32 @@ static const char *name_of_form(int number)
   return "?";
 }
 
-static void print_line(const family *f, int32_t up_to, int number, int32_t bm, int32_t bn)
+static void print_line(const family *f, const char *title, int32_t up_to, int number, int32_t bm, int32_t bn)
 {
   char rows[16] = "ANY_ROWS";
   if (up_to != ANY_ROWS) snprintf(rows, sizeof rows, "%d", (int)up_to);
   printf("TUNE(%s, %s, %s, %s, %d, %d)%s%s%s\n", operation_name(f->op), class_names[f->weights], rows,
-         name_of_form(number), (int)bm, (int)bn, *f->title ? " /* " : "", f->title, *f->title ? " */" : "");
+         name_of_form(number), (int)bm, (int)bn, *title ? " /* " : "", title, *title ? " */" : "");
 }
 
-static void print_family(const family *f, samples *s)
+static void print_kind(const family *f, const kind *k, samples *s)
 {
   qsort(s->points, (size_t)s->count, sizeof *s->points, by_rows);
   const thresholds t = cut(s);
   for (int32_t i = 0; i < t.count; ++i) {
     const choice *c = &s->choice[t.lines[i].choice];
-    print_line(f, t.lines[i].up_to, c->form, c->bm, c->bn);
+    print_line(f, has_scales(f->weights) ? k->name : f->title, t.lines[i].up_to, c->form, c->bm, c->bn);
   }
 }
 
 /* Lines that are not measured anew, of all layouts of the operation and class. */
 static void print_kept(const machine *m, const family *f)
 {
-  const family any = {.title = "", .op = f->op, .weights = f->weights};
+  const family any = {.op = f->op, .weights = f->weights};
   for (int32_t i = 0; i < m->tune->line_count; ++i) {
     const tune_line *l = &m->tune->lines[i];
-    if (l->op == (int8_t)f->op && l->weights == (int8_t)f->weights) print_line(&any, l->up_to, l->form, l->bm, l->bn);
+    if (l->op == (int8_t)f->op && l->weights == (int8_t)f->weights)
+      print_line(&any, "", l->up_to, l->form, l->bm, l->bn);
   }
 }
 
@@ -485,23 +494,33 @@ static bool wished(const char *list, const char *name)
   return !list || strstr(list, name);
 }
 
-static cumoe_status tune_families(bench *b, const machine *m, const wishes *w)
+/* Kind by kind: a kernel may serve one of them alone. */
+static cumoe_status tune_family(bench *b, const machine *m, const family *f, const char *only, int32_t *timed)
 {
   static samples s;
+  set_types(b, f);
+  for (int32_t k = 0; k < b->o.kinds_count; ++k) {
+    if (!is_of(b->o.kinds[k], f)) continue;
+    TRY(time_kind(b, m, f, k, only, &s));
+    if (s.count) print_kind(f, b->o.kinds[k], &s);
+    *timed += s.count;
+  }
+  return CUMOE_OK;
+}
+
+static cumoe_status tune_families(bench *b, const machine *m, const wishes *w)
+{
   for (int32_t i = 0; i < FAMILIES; ++i) {
     const family *f = &families[i], *last = i ? &families[i - 1] : NULL;
     const bool first = !last || last->op != f->op || last->weights != f->weights;
-    memset(&s, 0, sizeof s);
+    int32_t timed = 0;
     if (!last || last->op != f->op) printf("\n");
     if (!wished(w->ops, operation_name(f->op)) || !wished(w->weights, class_names[f->weights])) {
       if (first) print_kept(m, f);
       continue;
     }
-    TRY(time_family(b, m, f, w->models, &s));
-    if (s.count)
-      print_family(f, &s);
-    else if (first)
-      print_kept(m, f);
+    TRY(tune_family(b, m, f, w->models, &timed));
+    if (!timed && first) print_kept(m, f);
     fflush(stdout);
   }
   return CUMOE_OK;

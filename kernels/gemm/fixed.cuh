@@ -69,8 +69,9 @@ template <class S> struct fixed_rows {
   DEVICE static int own_slab() { return (int)(thread() / S::BM); }
   DEVICE static int row(int i) { return (int)(thread() / CHUNKS) + i * STEP; }
 
-  DEVICE void set_unit(const gemm_args &args, const tile_unit &unit)
+  DEVICE void set_unit(const gemm_args &args, const mixed_smem<S> &smem, int slot)
   {
+    const tile_unit unit = smem.units[slot];
     octets = ceil_div(unit.rows, 8);
     there = 0;
 #pragma unroll
@@ -103,6 +104,12 @@ template <class S> struct fixed_rows {
                     args.a_scale + (known ? own * args.a_scale_ld + scaled : 0), known ? 4 : 0);
   }
 
+  /* Every thread for what it has copied. */
+  DEVICE void arrive(uint64_t *full) const
+  {
+    cp_async_mbarrier_arrive_noinc(full);
+  }
+
   DEVICE static void copy_whole(uint32_t to, const char *row, bool there)
   {
 #pragma unroll
@@ -123,29 +130,6 @@ template <class S> struct fixed_rows {
     }
   }
 };
-
-/* As produce_rows, stage by stage: every thread arrives for what it has copied. */
-template <class S> DEVICE void copy_fixed(const gemm_args &args, mixed_smem<S> &smem)
-{
-  pipeline_state<S::STAGES> at;
-  pipeline_state<UNITS_AHEAD> unit;
-  if (args.protocol.early_inputs) wait_for_earlier_grids();
-  wait_for(&smem.posted[0], 0);
-  if (smem.units[0].expert < 0) mbarrier_arrive(&smem.full[0]);
-#pragma unroll 1
-  while (smem.units[unit.stage].expert >= 0) {
-    fixed_rows<S> rows;
-    rows.set_unit(args, smem.units[unit.stage]);
-    unit.advance();
-#pragma unroll 1
-    for (int k0 = 0; k0 < args.k; k0 += S::BK, at.advance()) {
-      if (k0 + S::BK >= args.k) wait_for(&smem.posted[unit.stage], unit.phase);
-      wait_for(&smem.empty[at.stage], at.phase ^ 1);
-      rows.copy(args, smem, at.stage, k0);
-      cp_async_mbarrier_arrive_noinc(&smem.full[at.stage]);
-    }
-  }
-}
 
 /* ---- consumers: scales ---- */
 

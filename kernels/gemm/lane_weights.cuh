@@ -77,9 +77,7 @@ template <class S> DEVICE const uint8_t *scales_of_row(const gemm_args &args, co
 {
   const bool gated = S::gated(args);
   const int half = gated ? row / 8 % 2 : 0, channel = channel_of_row<S>(args, unit, row);
-  const scale_matrix &s = args.b.scale;
-  const int64_t first = scale_row(s, half, min(channel, args.n - 1)) + scale_step(s, 0);
-  return static_cast<const uint8_t *>(scale_base(s, half, unit.expert)) + first * scale_size<S>(args);
+  return reinterpret_cast<const uint8_t *>(scale_at(&args.b.scale, half, unit.expert, min(channel, args.n - 1), 0));
 }
 
 /* Where the zero points of octet `octet` of a tile begin; NULL: there are none. */

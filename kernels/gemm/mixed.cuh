@@ -67,7 +67,7 @@ enum { WEIGHTS_BARRIER = 5, ROWS_BARRIER = 6 }; /* of a warpgroup of producers e
 
 /* gemm/fixed.cuh */
 template <class S> struct mixed_smem;
-template <class S> DEVICE void copy_fixed(const gemm_args &args, mixed_smem<S> &smem);
+template <class S> struct fixed_rows;
 template <class S>
 DEVICE void store_fixed(mixed_smem<S> &smem, int stage, int slab, int row, int word, const uint4 (&v)[4]);
 /* gemm/twin.cuh */
@@ -386,7 +386,6 @@ template <class S> DEVICE void produce_rows(const gemm_args &args, mixed_smem<S>
   pipeline_state<S::STAGES> at;
   pipeline_state<UNITS_AHEAD> unit;
   mixed_rows<S> tokens;
-  if (args.protocol.early_inputs) wait_for_earlier_grids();
   wait_for(&smem.posted[0], 0);
   if (smem.units[0].expert < 0 && (int)(tid_x() % WARP_SIZE) == 0) mbarrier_arrive(&smem.full[0]);
 #pragma unroll 1
@@ -407,6 +406,31 @@ template <class S> DEVICE void produce_rows(const gemm_args &args, mixed_smem<S>
       store_rows<S>(args, smem, tokens, slot, rows, k0, at.stage, next.stage, two);
       at = next;
       if (two) at.advance();
+    }
+  }
+}
+
+/* The same of another part of what stages hold, a stage at once. post(the stage's k, the next unit's slot) may post
+ * that unit. */
+template <class S, class PART, class POST>
+DEVICE void produce_part(const gemm_args &args, mixed_smem<S> &smem, POST post)
+{
+  pipeline_state<S::STAGES> at;
+  pipeline_state<UNITS_AHEAD> unit;
+  wait_for(&smem.posted[0], 0);
+  if (smem.units[0].expert < 0) mbarrier_arrive(&smem.full[0]);
+#pragma unroll 1
+  while (smem.units[unit.stage].expert >= 0) {
+    PART part;
+    part.set_unit(args, smem, unit.stage);
+    unit.advance();
+#pragma unroll 1
+    for (int k0 = 0; k0 < args.k; k0 += S::BK, at.advance()) {
+      wait_for(&smem.empty[at.stage], at.phase ^ 1);
+      part.copy(args, smem, at.stage, k0);
+      post(k0, unit.stage);
+      if (k0 + S::BK >= args.k) wait_for(&smem.posted[unit.stage], unit.phase);
+      part.arrive(&smem.full[at.stage]);
     }
   }
 }
@@ -738,8 +762,9 @@ template <class S> DEVICE void mixed_gemm(const gemm_args &args, mixed_smem<S> &
   } else if (S::APART && threadIdx.x < 2 * S::GROUP) {
     if constexpr (S::APART) {
       change_registers<S::REGISTERS, S::ROW_REGISTERS>();
+      if (args.protocol.early_inputs) wait_for_earlier_grids();
       if constexpr (S::FIXED)
-        if (rows_are_fixed<S>(args)) return copy_fixed<S>(args, smem);
+        if (rows_are_fixed<S>(args)) return produce_part<S, fixed_rows<S>>(args, smem, [](int, int) {});
       produce_rows<S>(args, smem);
     }
   } else {

@@ -60,8 +60,7 @@ template <class S> DEVICE weight_row weight_row_of(const gemm_sm90_args &args, c
 
 DEVICE const uint8_t *scales_of(const scale_matrix &s, int expert, const weight_row &row)
 {
-  const int64_t first = scale_row(s, row.half, row.channel) + scale_step(s, 0);
-  return static_cast<const uint8_t *>(scale_base(s, row.half, expert)) + first * scale_bytes(s.dtype);
+  return reinterpret_cast<const uint8_t *>(scale_at(&s, row.half, expert, row.channel, 0));
 }
 
 /* ---- producers ---- */

@@ -70,8 +70,7 @@ template <class S> struct token_weight_scales {
     if (s.dtype == DT_NONE || s.k_stride == 0 || unit.rows <= tile::TOKENS || !tokens_are_rows<S>(args)) return;
     const int i = lane_id() % stages::EACH, half = tile::HALVES == 2 ? i % 2 ^ (int)up_first : 0;
     const int channel = (unit.n * tile::PIECES + i / tile::HALVES) * tile::CHANNELS;
-    from = static_cast<const char *>(scale_base(s, half, unit.expert)) +
-           (scale_row(s, half, min(channel, args.n - 1)) + scale_step(s, 0)) * scale_bytes(s.dtype);
+    from = scale_at(&s, half, unit.expert, min(channel, args.n - 1), 0);
     ahead = of_stage(args, lane_id() / stages::EACH);
   }
 
@@ -107,8 +106,7 @@ template <class S> struct token_weight_scale {
     if (s.dtype == DT_NONE || s.k_stride == 0) return;
     const int half = tile::HALVES == 2 ? lane_id() % 2 ^ (int)up_first : 0;
     const int own = min(channel + lane_id() / 2 % tile::PIECES * tile::CHANNELS, args.n - 1);
-    next = static_cast<const char *>(scale_base(s, half, expert)) +
-           (scale_row(s, half, own) + scale_step(s, 0)) * scale_bytes(s.dtype);
+    next = scale_at(&s, half, expert, own, 0);
   }
 
   DEVICE float draw(const gemm_args &args)

@@ -423,28 +423,12 @@ template <class S> DEVICE void post_unit(const gemm_args &args, mixed_smem<S> &s
   __syncwarp();
 }
 
-/* A part of what stages hold: unit by unit. The first warp finds the units. */
-template <class S, class PART> DEVICE void produce_part(const gemm_args &args, mixed_smem<S> &smem)
+/* A part of what stages hold. The first warp finds the units. */
+template <class S, class PART> DEVICE void produce_twin_part(const gemm_args &args, mixed_smem<S> &smem)
 {
-  pipeline_state<S::STAGES> at;
-  pipeline_state<UNITS_AHEAD> unit;
-  wait_for(&smem.posted[0], 0);
-  if (smem.units[0].expert < 0) mbarrier_arrive(&smem.full[0]);
-#pragma unroll 1
-  while (smem.units[unit.stage].expert >= 0) {
-    PART part;
-    part.set_unit(args, smem, unit.stage);
-#pragma unroll 1
-    for (int k0 = 0; k0 < args.k; k0 += S::BK, at.advance()) {
-      wait_for(&smem.empty[at.stage], at.phase ^ 1);
-      part.copy(args, smem, at.stage, k0);
-      if (same_type<PART, twin_codes<S>> && k0 == 0 && (int)(tid_x() / WARP_SIZE) == 0)
-        post_unit<S>(args, smem, unit.stage + 1);
-      part.arrive(&smem.full[at.stage]);
-    }
-    unit.advance();
-    wait_for(&smem.posted[unit.stage], unit.phase);
-  }
+  produce_part<S, PART>(args, smem, [&](int k0, int next) {
+    if (same_type<PART, twin_codes<S>> && k0 == 0 && (int)(tid_x() / WARP_SIZE) == 0) post_unit<S>(args, smem, next);
+  });
 }
 
 /* With early inputs rows alone wait for the grid ahead, which makes them. */
@@ -453,15 +437,15 @@ template <class S> DEVICE void produce_twins(const gemm_args &args, mixed_smem<S
   if ((int)(tid_x() / WARP_SIZE) < 2) {
     if (tid_x() == 0) smem.run = stream_run<S>(args, smem.table.before[args.experts]);
     if ((int)(tid_x() / WARP_SIZE) == 0) post_unit<S>(args, smem, 0);
-    produce_part<S, twin_codes<S>>(args, smem);
+    produce_twin_part<S, twin_codes<S>>(args, smem);
   } else if ((int)(tid_x() / WARP_SIZE) == 2) {
     if (args.protocol.early_inputs) wait_for_earlier_grids();
     if (args.a_scale)
-      produce_part<S, twin_rows<S>>(args, smem);
+      produce_twin_part<S, twin_rows<S>>(args, smem);
     else
-      produce_part<S, twin_rows_here<S>>(args, smem);
+      produce_twin_part<S, twin_rows_here<S>>(args, smem);
   } else {
-    produce_part<S, twin_weight_scales<S>>(args, smem);
+    produce_twin_part<S, twin_weight_scales<S>>(args, smem);
   }
 }
 

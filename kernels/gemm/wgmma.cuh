@@ -427,9 +427,19 @@ DEVICE void produce_unit(const gemm_sm90_args &args, wgmma_smem<S> &smem, const 
     produce_ordered<S, PAIRED>(args, smem, tile, slot, at);
 }
 
+/* Until what a unit reads and this launch or the one ahead still writes is there, for bulk copies. */
+template <class S>
+DEVICE void wait_for_operands(const gemm_args &args, const tile_table &table, const tile_unit &tile, int32_t copied)
+{
+  if (copies<S>(args)) wait_for_rows(args, copied, tile.row, tile.rows);
+  if (S::DRAWS || !unit_scheduler<S>::draws(args)) return;
+  wait_for_h(args, table, tile.expert);
+  fence_proxy_async_global();
+}
+
 template <class S, bool GATHERING> DEVICE void produce_units(const gemm_sm90_args &args, wgmma_smem<S> &smem)
 {
-  const int32_t copied = copies<S>(args.g) ? rows_to_copy(args.g) : 0;
+  const int32_t copied = !GATHERING && copies<S>(args.g) ? rows_to_copy(args.g) : 0;
   pipeline_state<S::STAGES> at;
   gather<S> rows;
   int slot = 0;
@@ -443,13 +453,10 @@ template <class S, bool GATHERING> DEVICE void produce_units(const gemm_sm90_arg
     }
     scheduler.draw(args.g, smem);
     if (unit.absent) continue;
-    if (GATHERING) rows.set_unit(args.g, unit.tile);
-    if (!GATHERING && copies<S>(args.g))
-      wait_for_rows(args.g, S::SCALED ? rows_to_copy(args.g) : copied, unit.tile.row, unit.tile.rows);
-    if (!S::DRAWS && scheduler.draws(args.g)) {
-      wait_for_h(args.g, smem.table, unit.tile.expert);
-      fence_proxy_async_global();
-    }
+    if (GATHERING)
+      rows.set_unit(args.g, unit.tile);
+    else
+      wait_for_operands<S>(args.g, smem.table, unit.tile, copied);
     if (unit.paired)
       produce_unit<S, true, GATHERING>(args, smem, unit.tile, slot, rows, at);
     else
@@ -463,6 +470,7 @@ template <class S, bool GATHERING> DEVICE void produce_units(const gemm_sm90_arg
  * that copies their stages. */
 template <class S> DEVICE void find_units(const gemm_sm90_args &args, wgmma_smem<S> &smem)
 {
+  const int32_t copied = copies<S>(args.g) ? rows_to_copy(args.g) : 0;
   uint32_t taken = 1;
 #pragma unroll 1
   for (unit_scheduler<S> scheduler;; scheduler.advance(args.g, smem)) {
@@ -470,8 +478,7 @@ template <class S> DEVICE void find_units(const gemm_sm90_args &args, wgmma_smem
     if (unit.tile.expert >= 0) {
       scheduler.draw(args.g, smem);
       if (unit.absent) continue;
-      if (copies<S>(args.g)) wait_for_rows(args.g, rows_to_copy(args.g), unit.tile.row, unit.tile.rows);
-      if (scheduler.draws(args.g)) wait_for_h(args.g, smem.table, unit.tile.expert);
+      wait_for_operands<S>(args.g, smem.table, unit.tile, copied);
     }
     wait_for(&smem.found_taken, taken);
     taken ^= 1;

@@ -1,5 +1,5 @@
 /*
- * Matrix products: 2 x 2, checked by hand, then 1024 x 1024, timed beside a naive loop on one core. On the GPU if there
+ * Matrix products: 2 x 2, checked by hand, then 512 x 512, timed beside a naive loop on one core. On the GPU if there
  * is one (by cuBLAS, opened when it is first needed), else on the CPU.
  */
 #include <cumoe/cumoe.h>
@@ -95,7 +95,7 @@ static double seconds_of(cumoe_context context, const cumoe_matmul_args *args)
 
 static void thousand(cumoe_context context, cumoe_view_mut scratch)
 {
-  enum { N = 1024 };
+  enum { N = 512 };
   float *a = matrix(N, 0), *b = matrix(N, 8), *c = matrix(N, 0), *want = matrix(N, 0);
   cumoe_matmul_args args = {.size = sizeof args,
                             .a = cumoe_const(upload(context, a, N)),
@@ -115,7 +115,7 @@ static void thousand(cumoe_context context, cumoe_view_mut scratch)
   free(b);
   free(c);
   free(want);
-  if (!(worst < 0.02f)) exit(1); /* sums of 1024 products of up to 1 in f32 */
+  if (!(worst < 0.02f)) exit(1); /* sums of 512 products of up to 1 in f32 */
 }
 
 int main(void)
