@@ -626,6 +626,18 @@ static cumoe_status fill_words(const router_protocol *p, cumoe_stream stream)
   return CUMOE_OK;
 }
 
+static bool is_mapped(const pass *p, const layer_ends *ends)
+{
+  return ends->mapped && p->lp.steps[STAGE_map].row >= 0;
+}
+
+/* The caller has done it, or does it. */
+static bool is_others(const pass *p, const layer_ends *ends, stage s)
+{
+  return (s == STAGE_combine && ends->combines) || (s == STAGE_few_up && ends->fews) ||
+         (s == STAGE_map && is_mapped(p, ends));
+}
+
 /* Whatever may fail but the launches themselves comes before the first of them. */
 static cumoe_status run(const pass *p, const struct weights *weights, cumoe_stream stream, layer_ends *ends)
 {
@@ -642,7 +654,7 @@ static cumoe_status run(const pass *p, const struct weights *weights, cumoe_stre
   TRY(encode_few_maps(context, &p->lp.steps[STAGE_few_up], &l.few));
   if (p->lp.few_fills) TRY(fill_words(&l.router.router.r.protocol, stream));
   for (stage s = 0; s < STAGE_COUNT; ++s)
-    if (p->lp.steps[s].row >= 0 && !(s == STAGE_combine && ends->combines) && !(s == STAGE_few_up && ends->fews))
+    if (p->lp.steps[s].row >= 0 && !is_others(p, ends, s))
       TRY(launch(context, &p->lp.steps[s], arguments_of(&l, s), stream));
   return CUMOE_OK;
 }
@@ -681,17 +693,20 @@ cumoe_status forward_between(cumoe_plan plan, cumoe_weights weights, const cumoe
   ON_DEVICE(with.plan->context, run(&p, with.weights, stream, ends));
 }
 
-cumoe_status find_fill(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *args, const layer_ends *ends,
-                       void **fill, int32_t *vectors)
+cumoe_status find_ahead(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *args, const layer_ends *ends,
+                        layer_ahead *ahead)
 {
   cumoe_moe_args a;
   layer_operands with;
   pass p;
-  *vectors = 0;
+  *ahead = (layer_ahead){0};
   TRY(prepare(plan, weights, args, ends, &a, &with, &p));
-  if (a.x.rows == 0 || !p.lp.few_in_one) return CUMOE_OK;
-  *fill = region(&p, p.lp.at.h);
-  *vectors = (int32_t)(p.lp.at.few_fill / 16);
+  if (a.x.rows == 0) return CUMOE_OK;
+  ahead->maps = is_mapped(&p, ends);
+  ahead->map = map_pass(&p);
+  if (!ends->filled || !p.lp.few_in_one) return CUMOE_OK;
+  ahead->fill = region(&p, p.lp.at.h);
+  ahead->fill_vectors = (int32_t)(p.lp.at.few_fill / 16);
   return CUMOE_OK;
 }
 

@@ -146,8 +146,12 @@ typedef struct ep_args {
   int32_t packets;      /* of gate_put: slots go as packets; of return and finish, an ep_form: how answers go */
   int32_t movers;       /* CTAs along x that move rows, or all of few's; of put those behind fill with ones what few_up
                          wants so */
+  int32_t waiters;      /* of gate_put, between these: one that only waits for the others, or none */
   int32_t fill_vectors; /* of 16 bytes */
   void *fill;
+  int32_t maps; /* who has waited for the tokens goes on with the map, which has so many words to clear */
+  int32_t map_progress;
+  map_args map;
   fault_sink fault;
   char *near[EP_NEAR_RANKS]; /* kernels: the arenas of up to so many ranks */
 } ep_args;
@@ -157,6 +161,7 @@ enum { EP_PART_BYTES = 4096, EP_MOVE_THREADS = 512, EP_WAIT_THREADS = 1024, EP_M
 enum { EP_RETURN_THREADS = 128, EP_RETURN_RESIDENT = 4, EP_FILL_CTAS = 32 };
 enum { EP_FINISH_CTAS = 128, EP_FINISH_LEAST = 16, EP_FINISH_MOST = 32, EP_FINISH_LINED = 64 };
 /* CTAs of finish: of all ranks of a group, or of those on this GPU; of one, by packets and by lines */
+enum { EP_MAP_SLOTS = 1024, EP_MAP_EXPERTS = 512 }; /* the most that the CTA which has waited maps itself */
 enum { EP_PACKET_TOKENS = 32 }; /* above, twice the bytes take longer than waiting for what was stored */
 #define EP_PACKED 0x80000000u   /* in a flag's number of tokens: their slots come as packets */
 

@@ -263,10 +263,10 @@ DEVICE void gate_and_put_slots(const gate_args &g, const ep_args &a, const place
   }
 }
 
-/* CTAs behind the movers. */
-DEVICE void fill_with_ones(const ep_args &a)
+/* CTAs first .. along x. */
+DEVICE void fill_with_ones(const ep_args &a, int first)
 {
-  const int ctas = (gridDim.x - a.movers) * gridDim.y, cta = (blockIdx.x - a.movers) * gridDim.y + blockIdx.y;
+  const int ctas = (gridDim.x - first) * gridDim.y, cta = (blockIdx.x - first) * gridDim.y + blockIdx.y;
   for (int i = cta * blockDim.x + threadIdx.x; i < a.fill_vectors; i += ctas * blockDim.x)
     static_cast<uint4 *>(a.fill)[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
 }
