@@ -149,8 +149,7 @@ typedef struct ep_args {
   int32_t waiters;      /* of gate_put, between these: one that only waits for the others, or none */
   int32_t fill_vectors; /* of 16 bytes */
   void *fill;
-  int32_t maps; /* who has waited for the tokens goes on with the map, which has so many words to clear */
-  int32_t map_progress;
+  int32_t maps; /* who has waited for the tokens goes on with the map */
   map_args map;
   fault_sink fault;
   char *near[EP_NEAR_RANKS]; /* kernels: the arenas of up to so many ranks */
