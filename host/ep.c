@@ -10,8 +10,10 @@
 
 /* Byte offsets. */
 typedef struct ep_workspace {
-  size_t logits, ids, weights, gate_logit, rows, slots, sent, present, arrived, ids_here, y, shared_y, counts, inner;
+  size_t logits, ids, weights, gate_logit, rows, slots, sent, present, arrived, ids_here, y, shared_y, counts, inner,
+      own;
   size_t inner_bytes; /* of the layers inside, one after the other */
+  size_t own_bytes;   /* of this rank's own tokens, where these are a layer of their own */
   size_t bytes;
 } ep_workspace;
 
@@ -22,12 +24,26 @@ static size_t take(size_t *end, int64_t rows, int64_t row_bytes)
   return at;
 }
 
+/* Of so many own tokens. */
+static bool goes_aside(const group *g, int64_t tokens)
+{
+  return !on_cpu(g->context) && tokens >= g->aside_tokens;
+}
+
+/* As a layer of their own, besides. */
+static bool serves_own(const group *g, int64_t tokens)
+{
+  return goes_aside(g, tokens) && tokens * g->shape.top_k / g->shape.experts >= g->own_rows;
+}
+
 static cumoe_status lay_out_workspace(const group *g, ep_workspace *w)
 {
   const int64_t one = g->shape.capacity, all = one * g->shape.ranks, k = g->shape.top_k;
   const int64_t row = (int64_t)g->shape.hidden * g->shape.element;
   size_t shared = 0, end = 0;
+  *w = (ep_workspace){0};
   TRY(cumoe_plan_workspace(g->shard, all, &w->inner_bytes));
+  if (serves_own(g, one)) TRY(cumoe_plan_workspace(g->shard, one, &w->own_bytes));
   if (g->shared) TRY(cumoe_plan_workspace(g->shared, one, &shared));
   if (shared > w->inner_bytes) w->inner_bytes = shared;
   w->logits = take(&end, one, 4 * (int64_t)router_experts(&g->plan.desc));
@@ -44,6 +60,7 @@ static cumoe_status lay_out_workspace(const group *g, ep_workspace *w)
   w->shared_y = take(&end, g->shared ? one : 0, row);
   w->counts = take(&end, 1, 4 * (int64_t)g->plan.desc.local_experts);
   w->inner = take(&end, (int64_t)w->inner_bytes, 1);
+  w->own = take(&end, (int64_t)w->own_bytes, 1);
   w->bytes = end;
   return CUMOE_OK;
 }
@@ -160,6 +177,8 @@ typedef struct ep_round {
   cumoe_view x, ids, weights;
   cumoe_gate_args gate; /* what makes ids and weights, where the caller has not given both */
   bool gated;
+  bool aside; /* rows and sums travel by a stream of their own, beside the experts */
+  bool own;   /* and this rank's own tokens are a layer of their own */
   ep_args move;
 } ep_round;
 
@@ -220,11 +239,34 @@ static void locate_routing(ep_round *r)
   r->ids = cumoe_const(r->gate.ids);
 }
 
+/* Of any rank's tokens: what all ranks know. */
+static int64_t most_of_round(const ep_call *c, int64_t number)
+{
+  const int64_t capacity = c->g->shape.capacity, left = c->args.tokens_max - number * capacity;
+  return left < capacity ? left : capacity;
+}
+
+/* A matter of this rank alone: the others see the same rows, flags and sums. */
+static bool is_aside(const ep_round *r)
+{
+  return r->c->whole && goes_aside(r->c->g, r->tokens) &&
+         ep_form_of(&r->shape, most_of_round(r->c, r->number)) == EP_ROWS;
+}
+
+/* Of two counts of rows, later rounds would have a third one to add to. */
+static bool is_own(const ep_round *r)
+{
+  const bool counts_again = r->number > 0 && r->c->layer.counts_out.data;
+  return r->aside && !counts_again && serves_own(r->c->g, r->tokens);
+}
+
 static void prepare_moves(ep_round *r)
 {
   const ep_call *c = r->c;
   const group *g = c->g;
   const cumoe_routing *routing = &g->plan.desc.routing;
+  r->aside = is_aside(r);
+  r->own = is_own(r);
   r->move = (ep_args){.arena = g->arena,
                       .shape = r->shape,
                       .at = r->at,
@@ -249,12 +291,14 @@ static void prepare_moves(ep_round *r)
                       .slots = g->ways.dedup ? region(c, c->at.slots) : NULL,
                       .sent = region(c, c->at.sent),
                       .all_tokens = {c->layer.x.rows, c->layer.device_tokens.data},
+                      .aside = r->aside,
+                      .own = r->own,
                       .present = region(c, c->at.present),
                       .arrived = region(c, c->at.arrived),
                       .ids_here = region(c, c->at.ids_here),
                       .y_here = region(c, c->at.y),
                       .fault = g->context->fault};
-  if (r->number > 0 && c->layer.counts_out.data) {
+  if ((r->number > 0 || r->own) && c->layer.counts_out.data) {
     r->move.counts = region(c, c->at.counts);
     r->move.counts_sum = c->layer.counts_out.data;
   }
@@ -272,13 +316,6 @@ static cumoe_view count_of_round(const ep_call *c)
 static char *lane_of(const ep_call *c)
 {
   return c->g->arena + c->g->at.lane + (uint64_t)c->args.lane * c->g->at.lane_bytes;
-}
-
-/* Of any rank's tokens: what all ranks know. */
-static int64_t most_of_round(const ep_call *c, int64_t number)
-{
-  const int64_t capacity = c->g->shape.capacity, left = c->args.tokens_max - number * capacity;
-  return left < capacity ? left : capacity;
 }
 
 static ep_round open_round(const ep_call *c, int64_t number)
@@ -304,7 +341,7 @@ static ep_round open_round(const ep_call *c, int64_t number)
 /* On a GPU a grid that has told the others waits for them as well, where nothing comes between. */
 static bool waits_in_answer(const ep_round *r)
 {
-  return r->c->whole && !on_cpu(r->c->g->context) && !r->c->g->staged;
+  return r->c->whole && !on_cpu(r->c->g->context) && !r->c->g->staged && !r->aside;
 }
 
 static bool waits_in_put(const ep_round *r)
@@ -328,7 +365,7 @@ static cumoe_status launch_move(const ep_round *r, move which, ep_args a, const 
 static cumoe_status run_move(const ep_round *r, move which)
 {
   ep_args a = r->move;
-  a.then_waits = (which == MOVE_PUT && waits_in_put(r)) || (which == MOVE_ANSWER && waits_in_answer(r));
+  a.then_waits = which == MOVE_ANSWER && waits_in_answer(r);
   return launch_move(r, which, a, NULL);
 }
 
@@ -379,15 +416,16 @@ static cumoe_status run_routing(const ep_round *r)
 }
 
 /* Behind the router, which has waited for all that was before, put may begin at once. */
-static cumoe_status run_put(const ep_round *r)
+static cumoe_status run_put(const ep_round *r, ep_load load)
 {
   const group *g = r->c->g;
   ep_args a = r->move;
-  if (!gates_in_put(r)) return run_move(r, MOVE_PUT);
-  const gate_args gate = gating(r);
+  a.puts = load;
   a.then_waits = waits_in_put(r);
+  if (!gates_in_put(r)) return launch_move(r, MOVE_PUT, a, NULL);
+  const gate_args gate = gating(r);
   a.early = r->c->layer.router_weight.data && !g->staged;
-  a.packets = r->tokens <= g->shape.packets;
+  a.packets = load == EP_PUTS_ALL && r->tokens <= g->shape.packets;
   return launch_move(r, MOVE_GATE_PUT, a, &gate);
 }
 
@@ -418,13 +456,18 @@ static cumoe_status run_shared(const ep_round *r)
   return cumoe_router_with(c->g->handle, &gate, c->stream);
 }
 
+static cumoe_status count_round(const ep_round *r)
+{
+  return r->present.data && r->c->rounds > 1 ? run_move(r, MOVE_COUNT) : CUMOE_OK;
+}
+
 static cumoe_status dispatch_round(const ep_round *r)
 {
   const group *g = r->c->g;
-  if (r->present.data && r->c->rounds > 1) TRY(run_move(r, MOVE_COUNT));
+  TRY(count_round(r));
   TRY(run_routing(r));
   if (g->ways.dedup && !on_cpu(g->context)) TRY(run_move(r, MOVE_SLOTS));
-  TRY(run_put(r));
+  TRY(run_put(r, EP_PUTS_ALL));
   return run_shared(r);
 }
 
@@ -433,7 +476,7 @@ static cumoe_status dispatch_round(const ep_round *r)
 static cumoe_view_mut counts_of_round(const ep_round *r)
 {
   const ep_call *c = r->c;
-  if (r->number == 0 || !c->layer.counts_out.data) return c->layer.counts_out;
+  if (!r->move.counts) return c->layer.counts_out;
   return cumoe_vector_mut(region(c, c->at.counts), CUMOE_I32, c->g->plan.desc.local_experts);
 }
 
@@ -582,6 +625,166 @@ static cumoe_status combine_round(const ep_round *r)
   return collect(r);
 }
 
+/* ---- rows and sums aside ---- */
+
+/*
+ * Of many tokens rows leave while the router and the gate work, and sums of the first outputs while down makes the
+ * others: by a stream of the group's. Where own tokens are many, these are a layer of their own besides, whose products
+ * run meanwhile: up while others' rows arrive, down while the last sums leave.
+ *
+ *   caller's   router, gate, slots | up of own | map, up, down of the rest: first outputs, others | down of own | collect
+ *   side       rows ................... wait for tokens, ids                                 sums ........ sums
+ */
+
+static cudaStream_t side_of(const ep_round *r)
+{
+  return r->c->g->side[r->c->args.lane];
+}
+
+static cumoe_status follow_caller(const ep_round *r)
+{
+  name_call_on(r->c->name, r->c->stream);
+  return wire_follow(r->c->g, r->c->args.lane, side_of(r), r->c->stream);
+}
+
+static cumoe_status follow_side(const ep_round *r)
+{
+  name_call_on(r->c->name, r->c->stream);
+  return wire_follow(r->c->g, r->c->args.lane, r->c->stream, side_of(r));
+}
+
+static cumoe_status launch_aside(const ep_round *r, move which, const ep_args *a, const void *of)
+{
+  name_call_on(r->c->name, side_of(r));
+  return wire_move(r->c->g, which, a, of, side_of(r));
+}
+
+static cumoe_status put_rows_aside(const ep_round *r)
+{
+  ep_args a = r->move;
+  a.puts = EP_PUTS_ROWS;
+  a.late = true;
+  a.sms = r->own ? EP_ASIDE_PUT_CTAS : 2 * EP_ASIDE_PUT_CTAS;
+  TRY(follow_caller(r));
+  return launch_aside(r, MOVE_PUT, &a, NULL);
+}
+
+static cumoe_status wait_aside(const ep_round *r)
+{
+  ep_args a = r->move;
+  a.late = true;
+  TRY(follow_caller(r));
+  TRY(launch_aside(r, MOVE_WAIT_TOKENS, &a, NULL));
+  return launch_aside(r, MOVE_TAKE_IDS, &r->move, NULL);
+}
+
+/* Own rows are where the caller has them, ids and weights in this rank's segment, where put lays them. */
+static cumoe_moe_args own_args(const ep_round *r)
+{
+  const ep_call *c = r->c;
+  const group *g = c->g;
+  const cumoe_dtype dtype = (cumoe_dtype)g->plan.desc.dtype;
+  const int64_t first = g->rank * r->shape.capacity, hidden = g->shape.hidden, k = g->shape.top_k;
+  char *lane = lane_of(c), *y = lane + r->at.y + first * hidden * g->shape.element;
+  return (cumoe_moe_args){.size = sizeof(cumoe_moe_args),
+                          .x = r->x,
+                          .ids = cumoe_matrix(lane + r->at.ids + first * k * 4, CUMOE_I32, r->tokens, k, k),
+                          .weights = cumoe_matrix(lane + r->at.weights + first * k * 4, CUMOE_F32, r->tokens, k, k),
+                          .device_tokens = r->present,
+                          .expert_map = cumoe_vector(g->arena + g->at.every_expert, CUMOE_I32, g->shape.experts),
+                          .out = cumoe_matrix_mut(y, dtype, r->tokens, hidden, hidden),
+                          .counts_out = c->layer.counts_out,
+                          .load = c->layer.load,
+                          .workspace = cumoe_vector_mut(region(c, c->at.own), CUMOE_U8, (int64_t)c->at.own_bytes)};
+}
+
+static cumoe_status serve_own(const ep_round *r, layer_half half, int32_t spared)
+{
+  if (!r->own) return CUMOE_OK;
+  const cumoe_moe_args a = own_args(r);
+  layer_ends ends = {.half = half, .spared = spared};
+  return forward_between(r->c->g->shard, r->c->weights, &a, r->c->stream, &ends);
+}
+
+/* By dedup the gate says which rows go where; else they leave while it works. */
+static cumoe_status dispatch_aside(const ep_round *r)
+{
+  const bool dedup = r->c->g->ways.dedup;
+  TRY(count_round(r));
+  if (!dedup) TRY(put_rows_aside(r));
+  TRY(run_routing(r));
+  if (dedup) TRY(run_move(r, MOVE_SLOTS));
+  if (dedup) TRY(put_rows_aside(r));
+  TRY(run_put(r, EP_PUTS_SLOTS));
+  TRY(wait_aside(r));
+  TRY(run_shared(r));
+  return serve_own(r, LAYER_TO_UP, EP_ASIDE_PUT_CTAS);
+}
+
+/* Sums of `columns` outputs from the first one on, or (0) of all; beside products by some SMs. */
+static cumoe_status return_aside(const ep_round *r, const layer_ends *ends, bool more, bool beside)
+{
+  const int64_t shift = ends->first * (int64_t)r->shape.element;
+  combine_args c = ends->combine;
+  ep_args a = r->move;
+  a.late = true;
+  a.sms = beside ? EP_ASIDE_RETURN_SMS : 0;
+  if (!ends->combines) return launch_aside(r, MOVE_ANSWER, &a, NULL);
+  if (ends->cuts) {
+    c.y = (const char *)c.y + shift;
+    c.hidden = ends->columns;
+    a.at.y += (uint64_t)shift;
+  }
+  if (more) a.counts = NULL, c.protocol.discard_h = NULL; /* which down still reads */
+  a.more = more;
+  return launch_aside(r, MOVE_RETURN, &a, &c);
+}
+
+/* A part of down's outputs, behind which the side stream comes. */
+static cumoe_status run_down(const ep_round *r, const cumoe_moe_args *a, int32_t first, int32_t columns,
+                             layer_ends *ends)
+{
+  *ends = ends_of(r);
+  ends->half = LAYER_FROM_DOWN;
+  ends->first = first;
+  ends->columns = columns;
+  ends->spared = first > 0 ? EP_ASIDE_RETURN_SMS : 0;
+  return forward_between(r->c->g->shard, r->c->weights, a, r->c->stream, ends);
+}
+
+/* What down does beside sums starts early, so that it has its SMs before these take the rest. */
+static cumoe_status serve_aside(const ep_round *r)
+{
+  const cumoe_moe_args a = shard_args(r);
+  const int32_t hidden = r->shape.hidden,
+                half = (hidden / 2 + EP_ASIDE_COLUMNS - 1) / EP_ASIDE_COLUMNS * EP_ASIDE_COLUMNS;
+  layer_ends up = ends_of(r), first, second;
+  up.half = LAYER_TO_UP;
+  up.late = true;
+  TRY(follow_side(r));
+  TRY(forward_between(r->c->g->shard, r->c->weights, &a, r->c->stream, &up));
+  TRY(run_down(r, &a, 0, half < hidden ? half : 0, &first));
+  TRY(follow_caller(r));
+  if (!first.cuts) {
+    TRY(serve_own(r, LAYER_FROM_DOWN, EP_ASIDE_RETURN_SMS));
+    return return_aside(r, &first, false, r->own);
+  }
+  TRY(run_down(r, &a, half, hidden - half, &second));
+  TRY(return_aside(r, &first, true, true));
+  TRY(follow_caller(r));
+  TRY(serve_own(r, LAYER_FROM_DOWN, EP_ASIDE_RETURN_SMS));
+  return return_aside(r, &second, false, r->own);
+}
+
+static cumoe_status combine_aside(const ep_round *r)
+{
+  ep_args a = r->move;
+  a.late = true;
+  TRY(follow_side(r));
+  TRY(launch_move(r, MOVE_WAIT_ANSWERS, a, NULL));
+  return collect(r);
+}
+
 /* ---- calls ---- */
 
 /* A call that fails halfway leaves others waiting: they are told. */
@@ -598,10 +801,11 @@ static cumoe_status give_up_entered(const group *g)
 
 static cumoe_status run_part(const ep_call *c, ep_part which, int64_t number)
 {
-  static cumoe_status (*const parts[PARTS])(const ep_round *) = {dispatch_round, serve_round, combine_round};
+  static cumoe_status (*const parts[2][PARTS])(const ep_round *) = {{dispatch_round, serve_round, combine_round},
+                                                                    {dispatch_aside, serve_aside, combine_aside}};
   ep_round r = open_round(c, number);
   cumoe_status status = which == PART_DISPATCH ? look_ahead(&r) : CUMOE_OK;
-  if (status == CUMOE_OK) status = parts[which](&r);
+  if (status == CUMOE_OK) status = parts[r.aside][which](&r);
   if (status != CUMOE_OK && status != CUMOE_ERR_PEER) CUMOE_IGNORE(give_up_entered(c->g));
   if (status == CUMOE_OK) c->g->next[c->args.lane] = (ep_part)((which + 1) % PARTS);
   return status;

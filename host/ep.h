@@ -8,7 +8,7 @@
 #include "../kernels/cpu/exchange.h"
 #include "../kernels/ep/ep.h"
 
-/* On GPUs alone: GATE_PUT, the gate and put of few tokens; FEW, their experts, which answer by themselves; RETURN,
+/* On GPUs alone: GATE_PUT, the gate and put of few tokens; TAKE_IDS, the wait's rest, aside; FEW, their experts, which answer by themselves; RETURN,
  * answer by the shard's combine; FINISH, of packets, answer, or wait and sum, or all of it. */
 typedef enum move {
   MOVE_COUNT,
@@ -16,6 +16,7 @@ typedef enum move {
   MOVE_PUT,
   MOVE_GATE_PUT,
   MOVE_WAIT_TOKENS,
+  MOVE_TAKE_IDS,
   MOVE_ANSWER,
   MOVE_FEW,
   MOVE_RETURN,
@@ -110,10 +111,14 @@ typedef struct group {
   cudaLibrary_t library, few_library;
   int32_t few_row; /* variant + 1, of which MOVE_FEW does the same; 0: none */
   cudaKernel_t kernels[MOVES];
-  char names[MOVES][32]; /* of the kernels */
-  bool early;            /* they may start before the grid ahead has ended */
-  bool staged;           /* by NCCL, as what follows */
-  bool stuck;            /* NCCL has not ended: nothing that waits for the group's stream may be called */
+  char names[MOVES][32];           /* of the kernels */
+  bool early;                      /* they may start before the grid ahead has ended */
+  int64_t aside_tokens;            /* own tokens from which on rows and sums travel aside; INT64_MAX: never */
+  int64_t own_rows;                /* own rows an expert from which on these are a layer of their own */
+  cudaStream_t side[EP_MAX_LANES]; /* what goes aside has this stream, */
+  cudaEvent_t turn[EP_MAX_LANES];  /* each of the two behind the other by this */
+  bool staged;                     /* by NCCL, as what follows */
+  bool stuck;                      /* NCCL has not ended: nothing that waits for the group's stream may be called */
   ep_staging staging;
   nccl nccl;
   uint64_t given_up; /* the abort word: the host's own */
@@ -165,6 +170,7 @@ cumoe_status ep_leave(group *g);
 /* The wires (ep_wire.c): what is opened, in a rank's own arena, or in another's. With the context's device entered, but
  * for moves. */
 cumoe_status wire_open(group *g);
+cumoe_status wire_follow(const group *g, int32_t lane, cumoe_stream waiter, cumoe_stream on); /* what `on` has so far */
 cumoe_status wire_close(group *g); /* the first failure; it is closed all the same */
 cumoe_status wire_write(const group *g, int32_t rank, uint64_t at, const void *from, size_t bytes);
 cumoe_status wire_read(const group *g, uint64_t at, void *to, size_t bytes);

@@ -110,7 +110,7 @@ static const unsigned char *const few_image = NULL;
 /* A kernel for each type of y, or of y and out, where it computes. */
 static void name_kernels(group *g)
 {
-  static const char *const names[MOVES] = {"count",  "slots", "put", "gate_put", "wait_tokens",
+  static const char *const names[MOVES] = {"count",  "slots", "put", "gate_put", "wait_tokens", "take_ids",
                                            "answer", "",      "",    "",         "wait_answers"};
   const char *in = cumoe_dtype_name((cumoe_dtype)g->plan.desc.dtype),
              *out = cumoe_dtype_name((cumoe_dtype)g->plan.desc.out_dtype);
@@ -191,6 +191,41 @@ static cumoe_status reach(group *g, int32_t rank)
   return CUMOE_OK;
 }
 
+/* Of ranks that share a GPU, waits of one may lie in a hardware queue ahead of what another waits for. */
+static cumoe_status open_sides(group *g)
+{
+  g->aside_tokens = g->own_rows = INT64_MAX;
+  if (g->staged || g->here > 1 || g->shape.ranks == 1 || g->shape.exact) return CUMOE_OK;
+  for (int32_t l = 0; l < g->shape.lanes; l++) {
+    TRY_CUDA(cudaStreamCreateWithFlags(&g->side[l], cudaStreamNonBlocking));
+    TRY_CUDA(cudaEventCreateWithFlags(&g->turn[l], cudaEventDisableTiming));
+  }
+  g->aside_tokens = EP_ASIDE_TOKENS;
+  if (g->shape.ranks >= EP_OWN_RANKS) g->own_rows = EP_OWN_ROWS;
+  return CUMOE_OK;
+}
+
+static void close_sides(group *g, cumoe_status *first)
+{
+  for (int32_t l = 0; l < g->shape.lanes; l++) {
+    if (g->turn[l]) DROP_CUDA(first, cudaEventDestroy(g->turn[l]));
+    if (g->side[l]) DROP_CUDA(first, cudaStreamDestroy(g->side[l]));
+    g->turn[l] = NULL, g->side[l] = NULL;
+  }
+}
+
+static cumoe_status follow(const group *g, int32_t lane, cumoe_stream waiter, cumoe_stream on)
+{
+  TRY_CUDA(cudaEventRecord(g->turn[lane], on));
+  TRY_CUDA(cudaStreamWaitEvent(waiter, g->turn[lane], 0));
+  return CUMOE_OK;
+}
+
+cumoe_status wire_follow(const group *g, int32_t lane, cumoe_stream waiter, cumoe_stream on)
+{
+  ON_DEVICE(g->context, follow(g, lane, waiter, on));
+}
+
 cumoe_status wire_open(group *g)
 {
   if (on_cpu(g->context)) return CUMOE_OK;
@@ -200,6 +235,7 @@ cumoe_status wire_open(group *g)
   name_kernels(g);
   for (move which = 0; which < MOVES; which++)
     if (which != MOVE_FEW) TRY(find_kernel(g, g->library, which));
+  TRY(open_sides(g));
   return open_few(g);
 }
 
@@ -209,6 +245,7 @@ cumoe_status wire_close(group *g)
   if (g->library) DROP_CUDA(&first, cudaLibraryUnload(g->library));
   if (g->few_library) DROP_CUDA(&first, cudaLibraryUnload(g->few_library));
   if (g->stream) DROP_CUDA(&first, cudaStreamDestroy(g->stream));
+  close_sides(g, &first);
   g->library = g->few_library = NULL;
   g->stream = NULL;
   return first;
@@ -242,14 +279,24 @@ static bool waits_apart(move which, const ep_args *a, int64_t parts)
   return which == MOVE_GATE_PUT && a->packets && a->then_waits && a->movers * parts <= EP_FLAG_WORDS;
 }
 
-/* CTAs along x for so many rows, parts of a row along y; of put those that wait or fill behind them. */
+/* CTAs along x for so many rows, parts of a row along y; of put those that wait or fill behind them. Slots alone have no
+ * parts. */
 static launch_shape grid_of_rows(const ep_shape *s, move which, int64_t rows, ep_args *a)
 {
-  const int64_t parts = parts_of_row(s), fillers = a->fill_vectors ? (EP_FILL_CTAS + parts - 1) / parts : 0;
-  a->movers =
-      (int32_t)between((rows + EP_MOVE_ROWS - 1) / EP_MOVE_ROWS, 1, between(EP_MOVE_CTAS / parts, 1, EP_MOVE_CTAS));
+  const int64_t all = a->sms ? a->sms : EP_MOVE_CTAS;
+  const int64_t parts = a->puts == EP_PUTS_SLOTS ? 1 : parts_of_row(s),
+                fillers = a->fill_vectors ? (EP_FILL_CTAS + parts - 1) / parts : 0;
+  a->movers = (int32_t)between((rows + EP_MOVE_ROWS - 1) / EP_MOVE_ROWS, 1, between(all / parts, 1, EP_MOVE_CTAS));
   a->waiters = waits_apart(which, a, parts);
   return (launch_shape){.grid = {(unsigned)(a->movers + a->waiters + fillers), (unsigned)parts, 1},
+                        .block = {EP_MOVE_THREADS, 1, 1}};
+}
+
+/* Four ids a thread at a time. */
+static launch_shape grid_of_ids(const ep_shape *s)
+{
+  const int64_t ids = s->capacity * s->ranks * s->top_k, each = 4 * EP_MOVE_THREADS;
+  return (launch_shape){.grid = {(unsigned)between((ids + each - 1) / each, 1, EP_MOVE_CTAS), 1, 1},
                         .block = {EP_MOVE_THREADS, 1, 1}};
 }
 
@@ -260,7 +307,8 @@ static launch_shape grid_of_return(const group *g, ep_args *a)
   const int64_t each = COMBINE_TOKENS(s->top_k), of_warp = a->packets == EP_LINED ? EP_LINE_VECTORS : 32;
   const int64_t columns = EP_RETURN_THREADS / 32 * of_warp * 16 / s->element;
   const int64_t all = s->ranks * ((s->capacity + each - 1) / each) * ((s->hidden + columns - 1) / columns);
-  a->movers = (int32_t)between(all, 1, (int64_t)EP_RETURN_RESIDENT * g->context->machine.sms);
+  const int64_t sms = a->sms ? a->sms : g->context->machine.sms;
+  a->movers = (int32_t)between(all, 1, EP_RETURN_RESIDENT * sms);
   return (launch_shape){.grid = {(unsigned)a->movers, 1, 1}, .block = {EP_RETURN_THREADS, 1, 1}};
 }
 
@@ -300,6 +348,7 @@ static launch_shape shape_of_move(const group *g, move which, ep_args *a)
   case MOVE_COUNT: return one_cta(1);
   case MOVE_PUT:
   case MOVE_GATE_PUT: return grid_of_rows(s, which, a->tokens.count, a);
+  case MOVE_TAKE_IDS: return grid_of_ids(s);
   case MOVE_ANSWER: return grid_of_rows(s, which, s->capacity * s->ranks * ep_answers(s), a);
   case MOVE_FEW: return shape_of_few(g, a);
   case MOVE_RETURN: return grid_of_return(g, a);
@@ -314,7 +363,7 @@ static cumoe_status launch_move(const group *g, move which, ep_args a, const voi
 {
   launch_shape shape = shape_of_move(g, which, &a);
   const bool waits = which == MOVE_WAIT_TOKENS || which == MOVE_WAIT_ANSWERS;
-  shape.early = g->early && !(g->staged && waits); /* what NCCL does ahead has to have ended */
+  shape.early = g->early && !a.late && !(g->staged && waits); /* what NCCL does ahead has to have ended */
   void *parameters[] = {of ? (void *)(uintptr_t)of : &a, &a};
   ON_DEVICE(g->context, launch_kernel(g->kernels[which], g->names[which], &shape, parameters, stream));
 }

@@ -626,13 +626,36 @@ static cumoe_status fill_words(const router_protocol *p, cumoe_stream stream)
   return CUMOE_OK;
 }
 
+/* Dense weights at a constant distance. */
+static bool cuts_columns(const gemm_args *g)
+{
+  return !format_is_scaled((weight_format)g->b.format) && !g->b.table[0];
+}
+
+/* Outputs first .. of down alone. */
+static void cut_columns(gemm_args *g, int32_t first, int32_t columns)
+{
+  expert_matrix *b = &g->b;
+  b->base[0] = (const char *)b->base[0] + first * b->n_stride * format_bits((weight_format)b->format) / 8;
+  if (b->bias[0])
+    b->bias[0] =
+        (const char *)b->bias[0] + first * b->bias_n_stride * (int64_t)cumoe_dtype_bytes((cumoe_dtype)b->bias_dtype);
+  g->c = (char *)g->c + first * (int64_t)cumoe_dtype_bytes((cumoe_dtype)g->dtype);
+  g->n = columns;
+}
+
+static bool is_in_half(stage s, layer_half half)
+{
+  return half == LAYER_WHOLE || (s <= STAGE_up) == (half == LAYER_TO_UP);
+}
+
 static bool is_mapped(const pass *p, const layer_ends *ends)
 {
   return ends->mapped && p->lp.steps[STAGE_map].row >= 0;
 }
 
 /* The caller has done it, or does it. */
-static bool is_others(const pass *p, const layer_ends *ends, stage s)
+static bool is_callers(const pass *p, stage s, const layer_ends *ends)
 {
   return (s == STAGE_combine && ends->combines) || (s == STAGE_few_up && ends->fews) ||
          (s == STAGE_map && is_mapped(p, ends));
@@ -649,14 +672,30 @@ static cumoe_status run(const pass *p, const struct weights *weights, cumoe_stre
   const launch_step *few = &p->lp.steps[STAGE_few_up];
   ends->fews = p->lp.few_in_one && few->row + 1 == ends->few_row;
   if (ends->fews) *ends->few = l.few.f, ends->few_grid = few->grid;
+  ends->cuts = ends->columns && !p->lp.few && cuts_columns(&l.down.gemm.g);
+  if (ends->cuts) cut_columns(&l.down.gemm.g, ends->first, ends->columns);
   for (stage s = 0; s < STAGE_COUNT; ++s)
     if (mapped_of(&l, s)) TRY(encode_maps(context, &p->lp.steps[s], mapped_of(&l, s)));
   TRY(encode_few_maps(context, &p->lp.steps[STAGE_few_up], &l.few));
   if (p->lp.few_fills) TRY(fill_words(&l.router.router.r.protocol, stream));
-  for (stage s = 0; s < STAGE_COUNT; ++s)
-    if (p->lp.steps[s].row >= 0 && !is_others(p, ends, s))
-      TRY(launch(context, &p->lp.steps[s], arguments_of(&l, s), stream));
+  if (ends->columns && !ends->cuts && ends->first > 0) return CUMOE_OK;
+  bool late = ends->late;
+  for (stage s = 0; s < STAGE_COUNT; ++s) {
+    launch_step step = p->lp.steps[s];
+    if (step.row < 0 || !is_in_half(s, ends->half) || is_callers(p, s, ends)) continue;
+    if (late) step.early = late = false;
+    TRY(launch(context, &step, arguments_of(&l, s), stream));
+  }
   return CUMOE_OK;
+}
+
+/* All of it, or in `rest` without some SMs. */
+static const machine *spare(const machine *all, int32_t sms, machine *rest)
+{
+  if (sms == 0) return all;
+  *rest = *all;
+  rest->sms -= sms;
+  return rest;
 }
 
 /* `a` is args, filled in, to which `p` points. */
@@ -670,10 +709,12 @@ static cumoe_status prepare(cumoe_plan plan, cumoe_weights weights, const cumoe_
   layer_call call = call_of(with, a);
   call.filled = ends->filled;
   call.rank_tokens = ends->rank_tokens;
+  machine rest;
+  const machine *m = spare(&context->machine, ends->spared, &rest);
   *p = (pass){.plan = with->plan,
               .shared = with->shared,
               .args = a,
-              .lp = plan_layer(&context->machine, &with->plan->desc, &call),
+              .lp = plan_layer(m, &with->plan->desc, &call),
               .tokens = {a->x.rows, a->device_tokens.data},
               .workspace = a->workspace.data};
   TRY(check_layer_plan(context, &p->lp));

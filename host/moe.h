@@ -39,16 +39,24 @@ cumoe_status check_layer_overlaps(const cumoe_moe_args *a, const layer_operands 
       READ(a, weights), READ(a, select_bias), READ(a, expert_map), READ(a, shared_gate), READ(a, router_x),            \
       READ(a, expert_scale)
 
+/* A layer by ids in two calls, or more, between which others run; all but `spared` and `columns` is the same. */
+typedef enum layer_half { LAYER_WHOLE, LAYER_TO_UP, LAYER_FROM_DOWN } layer_half;
+
 /* Of a layer by ids whose caller has grids ahead and behind (ep.c). */
 typedef struct layer_ends {
-  int64_t rank_tokens;  /* as layer_call has it */
-  bool filled, mapped;  /* what find_ahead finds is done: words are all ones; the map is there */
-  bool returns;         /* the caller does what combine would */
-  bool combines;        /* out, if it returns: the layer has a combine, with these arguments */
-  combine_args combine; /* out */
-  int32_t few_row;      /* variant + 1: if one grid does all and is of this row, the caller launches it; 0: none */
-  bool fews;            /* out: the caller has to, with these arguments and so many CTAs */
-  few_args *few;        /* where they are put, with few_row */
+  layer_half half;
+  int32_t spared;         /* SMs that its products leave to other grids */
+  int32_t first, columns; /* of down's outputs; 0 columns: all of them */
+  bool cuts;              /* out: weights can be cut so; else the call that begins at 0 has made all, others nothing */
+  bool late;              /* behind more than one grid, so that its first one does not start early */
+  int64_t rank_tokens;    /* as layer_call has it */
+  bool filled, mapped;    /* what find_ahead finds is done: words are all ones; the map is there */
+  bool returns;           /* the caller does what combine would */
+  bool combines;          /* out, if it returns: the layer has a combine, with these arguments */
+  combine_args combine;   /* out */
+  int32_t few_row;        /* variant + 1: if one grid does all and is of this row, the caller launches it; 0: none */
+  bool fews;              /* out: the caller has to, with these arguments and so many CTAs */
+  few_args *few;          /* where they are put, with few_row */
   int64_t few_grid;
 } layer_ends;
 cumoe_status forward_between(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *args, cumoe_stream stream,

@@ -44,9 +44,10 @@ typedef struct world {
   bool moves;                       /* every second call, experts in two places are in the second alone */
   bool apart, keeps, ungated;       /* router_x; ids_out and weights_out; a shared expert without a gate */
   bool by_few;                      /* the experts, on a GPU */
-  bool varies;                      /* calls say in turn tokens_max, the group's room, three times tokens_max */
-  const uint64_t *says;             /* of each rank: its mask, 0: makes no call of it */
-  int32_t zero, identity, groups;   /* of experts, which are ranked by their sigmoids and a bias */
+  bool aside, own;      /* rows and sums aside, and own tokens a layer of their own, however few; of one rank a GPU */
+  bool varies;          /* calls say in turn tokens_max, the group's room, three times tokens_max */
+  const uint64_t *says; /* of each rank: its mask, 0: makes no call of it */
+  int32_t zero, identity, groups; /* of experts, which are ranked by their sigmoids and a bias */
   /* made */
   cumoe_moe_desc desc;
   int64_t all; /* tokens of all ranks */
@@ -819,9 +820,17 @@ static void *second_lane(void *argument)
   return NULL;
 }
 
+static void send_aside(cumoe_group handle, bool own)
+{
+  group *g;
+  CHECK_OK(find_group(handle, &g));
+  if (g->side[0]) g->aside_tokens = 1, g->own_rows = own ? 0 : INT64_MAX;
+}
+
 static void enter(rank *r)
 {
   keep(r, join(r));
+  if (r->group && r->w->aside) send_aside(r->group, r->w->own);
   if (r->group) keep(r, cumoe_ep_workspace(r->group, &r->workspace_bytes));
   for (int lane = 0; r->workspace_bytes && lane < r->w->lanes; lane++)
     r->workspaces[lane] = device_bytes(r->context, r->workspace_bytes);
@@ -1532,6 +1541,87 @@ static const world worlds[] = {
      .tokens_max = 39,
      .tokens = {39, 20},
      .varies = true},
+    {.name = "own tokens apart, and few in turn",
+     .ranks = 2,
+     .experts = 8,
+     .top_k = 3,
+     .dtype = CUMOE_BF16,
+     .hidden = 264,
+     .inter = 24,
+     .capacity = 40,
+     .tokens_max = 39,
+     .tokens = {39, 20},
+     .varies = true,
+     .aside = true,
+     .own = true},
+    {.name = "own tokens apart, residual, two lanes",
+     .ranks = 2,
+     .lanes = 2,
+     .experts = 9,
+     .top_k = 4,
+     .dtype = CUMOE_F16,
+     .hidden = 64,
+     .inter = 40,
+     .capacity = 70,
+     .tokens = {70, 33},
+     .spread = SCATTERED,
+     .residual = true,
+     .aside = true,
+     .own = true},
+    {.name = "own tokens of one rank of two apart, routed by the caller",
+     .ranks = 2,
+     .experts = 6,
+     .top_k = 2,
+     .dtype = CUMOE_BF16,
+     .capacity = 64,
+     .tokens = {50, 0},
+     .spread = SCATTERED,
+     .odd_ids = true,
+     .routed = true,
+     .aside = true,
+     .own = true},
+    {.name = "own tokens apart, counted, in rounds",
+     .ranks = 2,
+     .experts = 8,
+     .top_k = 2,
+     .dtype = CUMOE_BF16,
+     .capacity = 40,
+     .tokens_max = 100,
+     .tokens = {90, 57},
+     .counted = true,
+     .aside = true,
+     .own = true},
+    {.name = "own tokens of four ranks apart",
+     .ranks = 4,
+     .experts = 8,
+     .top_k = 4,
+     .dtype = CUMOE_BF16,
+     .capacity = 48,
+     .tokens = {48, 40, 34, 47},
+     .aside = true,
+     .own = true},
+    {.name = "rows and sums aside, wide",
+     .ranks = 2,
+     .experts = 4,
+     .top_k = 2,
+     .dtype = CUMOE_BF16,
+     .hidden = 520,
+     .inter = 16,
+     .capacity = 40,
+     .tokens = {40, 35},
+     .aside = true},
+    {.name = "rows and sums aside, counted, in rounds, few of one rank",
+     .ranks = 3,
+     .experts = 8,
+     .top_k = 3,
+     .dtype = CUMOE_F16,
+     .capacity = 40,
+     .tokens_max = 60,
+     .tokens = {5, 57, 0},
+     .spread = SCATTERED,
+     .counted = true,
+     .routed = true,
+     .aside = true},
     {.name = "sums of eight ranks, counted, in rounds",
      .ranks = 8,
      .experts = 16,

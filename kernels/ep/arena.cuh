@@ -17,11 +17,12 @@ DEVICE char *lane_of(const ep_args &a, int rank)
 }
 
 /* Of this rank and lane: exchanges so far, CTAs that have come to the end of a put, of an answer, where they count each
- * other, and the last exchange in which a peer has sent an id that is none. */
+ * other, the last exchange in which a peer has sent an id that is none, and CTAs of a put that has slots alone. */
 struct counters {
   unsigned long long exchanges;
   unsigned put, answered;
   int32_t distrusted;
+  unsigned put_slots;
 };
 DEVICE counters *counters_of(const ep_args &a)
 {

@@ -91,6 +91,9 @@ EP_BOTH ep_form ep_form_of(const ep_shape *s, int64_t tokens)
   return tokens > s->packets ? EP_ROWS : tokens * s->ranks <= FEW_TOKENS ? EP_PACKETS : EP_LINED;
 }
 
+/* What a put moves. Aside (below) it is two grids at once, each of which has half of the words of a flag. */
+typedef enum ep_load { EP_PUTS_ALL, EP_PUTS_ROWS, EP_PUTS_SLOTS } ep_load;
+
 /* Bytes from the arena's start; those below `lane` from the start of a lane's part, one every lane_bytes. */
 typedef struct ep_layout {
   uint64_t hello;        /* [ranks] lines: what each rank says of itself before anything moves */
@@ -151,12 +154,30 @@ typedef struct ep_args {
   void *fill;
   int32_t maps; /* who has waited for the tokens goes on with the map */
   map_args map;
+  int32_t aside; /* put is two grids side by side, neither of which counts the exchange: who waits does, and leaves ids
+                     to a grid of their own */
+  int32_t own;   /* this rank's own tokens are a layer of their own: their rows stay where they are */
+  int32_t more;  /* of return: another one of the exchange follows, which tells */
+  int32_t puts;  /* of put, aside: an ep_load, what this grid moves */
+  int32_t late;  /* the host: behind more than one grid, so that this one does not start early */
+  int32_t sms;   /* the host: of rows aside and of return, that it has; 0: all */
   fault_sink fault;
   char *near[EP_NEAR_RANKS]; /* kernels: the arenas of up to so many ranks */
 } ep_args;
 
 /* The CUDA kernels' grids: parts of a row lie along y, rows along x; so many rows a CTA, up to so many CTAs. */
 enum { EP_PART_BYTES = 4096, EP_MOVE_THREADS = 512, EP_WAIT_THREADS = 1024, EP_MOVE_ROWS = 8, EP_MOVE_CTAS = 128 };
+/* Aside: from so many tokens on; CTAs of put that have an SM each (8 fill the links with stores), SMs that the combine
+ * which answers has beside a product, of which it has parts of whole tiles of columns; own rows an expert, and ranks, from which on own tokens are a layer of their own, as
+ * every expert's weights are read twice. */
+enum {
+  EP_ASIDE_TOKENS = 1024,
+  EP_ASIDE_PUT_CTAS = 16,
+  EP_ASIDE_RETURN_SMS = 32,
+  EP_ASIDE_COLUMNS = 256,
+  EP_OWN_ROWS = 256,
+  EP_OWN_RANKS = 3
+};
 enum { EP_RETURN_THREADS = 128, EP_RETURN_RESIDENT = 4, EP_FILL_CTAS = 32 };
 enum { EP_FINISH_CTAS = 128, EP_FINISH_LEAST = 16, EP_FINISH_MOST = 32, EP_FINISH_LINED = 64 };
 /* CTAs of finish: of all ranks of a group, or of those on this GPU; of one, by packets and by lines */

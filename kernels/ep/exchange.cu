@@ -58,6 +58,33 @@ DEVICE int take_id(const ep_args &a, const int32_t *arrived, unsigned at, int id
   return checked_id(a, slot, id, exchange);
 }
 
+/* A CTA's share. Both arrays' regions end on 256 bytes, so the last vector may hang over. map NULL, or what gets them
+ * as well. */
+DEVICE void take_ids(const ep_args &a, const int32_t *arrived, map_smem *map, uint32_t exchange, unsigned cta,
+                     unsigned ctas)
+{
+  const unsigned ids = (unsigned)a.shape.ranks * (unsigned)a.shape.capacity * a.shape.top_k,
+                 vectors = ceil_div(ids, 4u);
+  const int4 *from = reinterpret_cast<const int4 *>(lane_of(a, a.rank) + a.at.ids);
+  const unsigned step = ctas * blockDim.x;
+  int4 *to = reinterpret_cast<int4 *>(a.ids_here), v[IDS_IN_FLIGHT];
+  for (unsigned first = cta * blockDim.x + threadIdx.x; first < vectors; first += IDS_IN_FLIGHT * step) {
+#pragma unroll
+    for (int j = 0; j < IDS_IN_FLIGHT; j++)
+      if (first + j * step < vectors) v[j] = from[first + j * step];
+#pragma unroll
+    for (int j = 0; j < IDS_IN_FLIGHT; j++) {
+      const unsigned i = first + j * step, at = i * 4;
+      if (i >= vectors) break;
+      const int4 id =
+          make_int4(take_id(a, arrived, at, v[j].x, exchange), take_id(a, arrived, at + 1, v[j].y, exchange),
+                    take_id(a, arrived, at + 2, v[j].z, exchange), take_id(a, arrived, at + 3, v[j].w, exchange));
+      to[i] = id;
+      if (map) map->id[at] = id.x, map->id[at + 1] = id.y, map->id[at + 2] = id.z, map->id[at + 3] = id.w;
+    }
+  }
+}
+
 /* What the wait for tokens finds out, in shared memory. */
 struct arrivals {
   uint32_t carried[EP_MAX_RANKS];
@@ -66,30 +93,6 @@ struct arrivals {
   bool any_packed;
   map_smem map;
 };
-
-/* Both arrays' regions end on 256 bytes, so the last vector may hang over. */
-DEVICE void take_ids(const ep_args &a, arrivals &s, uint32_t exchange)
-{
-  const unsigned ids = (unsigned)a.shape.ranks * (unsigned)a.shape.capacity * a.shape.top_k,
-                 vectors = ceil_div(ids, 4u);
-  const int4 *from = reinterpret_cast<const int4 *>(lane_of(a, a.rank) + a.at.ids);
-  int4 *to = reinterpret_cast<int4 *>(a.ids_here), v[IDS_IN_FLIGHT];
-  for (unsigned first = threadIdx.x; first < vectors; first += IDS_IN_FLIGHT * blockDim.x) {
-#pragma unroll
-    for (int j = 0; j < IDS_IN_FLIGHT; j++)
-      if (first + j * blockDim.x < vectors) v[j] = from[first + j * blockDim.x];
-#pragma unroll
-    for (int j = 0; j < IDS_IN_FLIGHT; j++) {
-      const unsigned i = first + j * blockDim.x, at = i * 4;
-      if (i >= vectors) break;
-      const int4 id =
-          make_int4(take_id(a, s.tokens, at, v[j].x, exchange), take_id(a, s.tokens, at + 1, v[j].y, exchange),
-                    take_id(a, s.tokens, at + 2, v[j].z, exchange), take_id(a, s.tokens, at + 3, v[j].w, exchange));
-      to[i] = id;
-      if (a.maps) s.map.id[at] = id.x, s.map.id[at + 1] = id.y, s.map.id[at + 2] = id.z, s.map.id[at + 3] = id.w;
-    }
-  }
-}
 
 /* A slot that comes as a packet, and was looked for, goes to where it would lie otherwise. */
 DEVICE int take_packet(const ep_args &a, uint32_t exchange, int source, unsigned slot, packet found, patience &p)
@@ -100,8 +103,9 @@ DEVICE int take_packet(const ep_args &a, uint32_t exchange, int source, unsigned
     found = {load_words_system(slot_packet(a, a.rank, source, (int)(slot / k), (int)(slot % k)))};
   }
   const uint2 data = data_of(found);
-  reinterpret_cast<float *>(lane_of(a, a.rank) + a.at.weights)[source * a.shape.capacity * k + slot] =
-      __uint_as_float(data.y);
+  const int64_t at = source * a.shape.capacity * k + slot;
+  reinterpret_cast<float *>(lane_of(a, a.rank) + a.at.weights)[at] = __uint_as_float(data.y);
+  if (a.aside) reinterpret_cast<int32_t *>(lane_of(a, a.rank) + a.at.ids)[at] = (int32_t)data.x;
   return checked_id(a, slot, (int)data.x, exchange);
 }
 
@@ -148,14 +152,16 @@ template <int FIRST> DEVICE void wait_for_tokens(const ep_args &a, arrivals &s, 
   for (int r = threadIdx.x; r < a.shape.ranks; r += waiting_threads<FIRST>()) {
     s.packed[r] = s.carried[r] & EP_PACKED;
     const int64_t room = s.packed[r] ? a.shape.packets : a.shape.capacity;
-    a.arrived[r] = s.tokens[r] = all ? (int32_t)min((int64_t)(s.carried[r] & ~EP_PACKED), room) : 0;
+    const bool asks = all && !(a.own && r == a.rank);
+    a.arrived[r] = s.tokens[r] = asks ? (int32_t)min((int64_t)(s.carried[r] & ~EP_PACKED), room) : 0;
     if (s.packed[r]) s.any_packed = true;
   }
   meet<FIRST>();
+  if (a.aside && !s.any_packed) return;
   if (FIRST != WHOLE_CTA || s.any_packed)
     take_ids_and_packets<FIRST>(a, s, exchange);
   else
-    take_ids(a, s, exchange);
+    take_ids(a, s.tokens, a.maps ? &s.map : nullptr, exchange, 0, 1);
   if (!a.maps) return;
   __syncthreads();
   map_here(a, s.map);
@@ -172,7 +178,17 @@ extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1) cumoe_ep_wait_t
   __shared__ arrivals s;
   look_ahead(a, a.at.in);
   wait_for_earlier_grids_alone();
-  wait_for_tokens<WHOLE_CTA>(a, s, exchange_now(a));
+  wait_for_tokens<WHOLE_CTA>(a, s, exchange_now(a) + a.aside);
+}
+
+/* Aside, behind that: one CTA would be at it for 30 us with 8192 tokens of four ranks. */
+extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1) cumoe_ep_take_ids(const __grid_constant__ ep_args a)
+{
+  __shared__ int32_t arrived[EP_MAX_RANKS];
+  wait_for_earlier_grids();
+  for (int r = threadIdx.x; r < a.shape.ranks; r += blockDim.x) arrived[r] = a.arrived[r];
+  __syncthreads();
+  take_ids(a, arrived, nullptr, exchange_now(a), blockIdx.x, gridDim.x);
 }
 
 extern "C" __global__ void __launch_bounds__(EP_WAIT_THREADS, 1)
@@ -191,6 +207,11 @@ DEVICE void wait_in_put(const ep_args &a)
   if (!a.then_waits) let_next_grid_start();
 }
 
+DEVICE unsigned *put_counter(const ep_args &a)
+{
+  return a.puts == EP_PUTS_SLOTS ? &counters_of(a)->put_slots : &counters_of(a)->put;
+}
+
 /* then_waits: nothing comes between the put and its wait, so a CTA that has told the others also waits for them, which
  * saves a grid. */
 extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1) cumoe_ep_put(const __grid_constant__ ep_args a)
@@ -203,7 +224,7 @@ extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1) cumoe_ep_put(co
   const unsigned tokens = tokens_of_round(a);
   const uint32_t exchange = exchange_now(a) + 1; /* nobody changes it before all CTAs have come */
   put_tokens(a, tokens);
-  if (tell_all(a, a.at.in, a.slots ? a.sent : nullptr, tokens, &counters_of(a)->put, exchange) && a.then_waits)
+  if (tell_all(a, a.at.in, a.slots ? a.sent : nullptr, tokens, put_counter(a), exchange) && a.then_waits)
     wait_for_tokens<WHOLE_CTA>(a, s, exchange);
 }
 
@@ -227,7 +248,7 @@ extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1)
   if (waits) return wait_for_tokens<WHOLE_CTA>(a, s, exchange);
   __syncthreads(); /* all threads know it before any of them tells: who has heard of all changes it */
   if (has_rows()) {
-    put_rows_of_half(a, tokens);
+    if (a.puts != EP_PUTS_SLOTS) put_rows_of_half(a, tokens);
     if (ahead) {
       meet<MOVERS>();
       tell(a, a.at.in, nullptr, flag, exchange, cta_of_grid(a), ctas_of_grid(a), MOVERS);
@@ -239,7 +260,7 @@ extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1)
     gate_and_put_slots(g, a, t, at_hand.bias, tokens, exchange);
   }
   if (ahead) return;
-  if (tell_all(a, a.at.in, nullptr, flag, &counters_of(a)->put, exchange) && a.then_waits)
+  if (tell_all(a, a.at.in, nullptr, flag, put_counter(a), exchange) && a.then_waits)
     wait_for_tokens<WHOLE_CTA>(a, s, exchange);
 }
 
@@ -265,7 +286,7 @@ template <class In, int COLUMNS> DEVICE void return_rows(const combine_args &c, 
   const uint32_t exchange = exchange_now(a); /* since the wait for tokens: several grids ago */
   combine_to_ranks<In, COLUMNS>(c, a, exchange);
   if (a.packets && cta_of_grid(a) == 0) tell_that_all_is_read(a, exchange);
-  if (a.packets) return;
+  if (a.packets || a.more) return;
   if (tell_all(a, a.at.back, nullptr, 0, &counters_of(a)->answered, exchange) && a.then_waits)
     wait_for_answers(a, exchange);
 }

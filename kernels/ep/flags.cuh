@@ -28,7 +28,8 @@ DEVICE void tell(const ep_args &a, uint64_t words, const uint32_t *sent, uint32_
 }
 
 /* The last CTA to come tells for all of them, behind all that they have stored; true there. A CTA by itself needs no
- * fence. */
+ * fence. Of a put that is two grids neither knows whether the other has read the number of exchanges: who waits for both
+ * changes it. */
 DEVICE bool tell_when_all_have_come(const ep_args &a, uint64_t words, const uint32_t *sent, uint32_t tokens,
                                     unsigned *came, uint32_t exchange)
 {
@@ -41,10 +42,10 @@ DEVICE bool tell_when_all_have_come(const ep_args &a, uint64_t words, const uint
       __threadfence();
     }
     if (last) *came = 0;
-    if (last) counters_of(a)->exchanges = exchange;
+    if (last && a.puts == EP_PUTS_ALL) counters_of(a)->exchanges = exchange;
   }
   __syncthreads();
-  if (last) tell(a, words, sent, tokens, exchange, 0, 1, blockDim.x);
+  if (last) tell(a, words, sent, tokens, exchange, a.puts == EP_PUTS_SLOTS, a.puts == EP_PUTS_ALL ? 1 : 2, blockDim.x);
   return last;
 }
 

@@ -58,6 +58,7 @@ DEVICE int place_of(const ep_args &a, const place_table &t, int64_t token, int s
 /* The row of this rank's segment there that a token takes, or -1: it does not go there. */
 DEVICE int row_there(const ep_args &a, const uint64_t *active, unsigned token, int rank)
 {
+  if (a.own && rank == a.rank) return (int)token;
   if (a.slots) return a.slots[(int64_t)token * a.shape.ranks + rank];
   return is_among(active, rank) ? (int)token : -1;
 }
@@ -80,11 +81,18 @@ DEVICE void store_row(const ep_args &a, unsigned token, const row_part &p)
 {
   const int width = row_vectors(a);
   const int64_t bytes = (int64_t)width * 16, first = a.rank * a.shape.capacity;
-  for (int i = 0; i < a.shape.ranks; i++) {
+  for (int i = 0; i < a.shape.ranks - a.own; i++) {
     const int r = rank_in_turn(a, token, i);
     const int row = row_there(a, active_ranks(a), token, r);
     if (row >= 0) store_part(p, lane_of(a, r) + a.at.x + (first + row) * bytes, width);
   }
+}
+
+DEVICE void put_row(const ep_args &a, unsigned token)
+{
+  row_part p;
+  load_row(a, token, p);
+  store_row(a, token, p);
 }
 
 /* Of a slot: the expert there, or -1, and the weight. */
@@ -133,14 +141,12 @@ DEVICE void put_slots(const ep_args &a, const place_table &t, unsigned token, in
 DEVICE void put_tokens(const ep_args &a, unsigned tokens)
 {
   const int slot = lane_id();
-  const bool there = blockIdx.y == 0 && slot < a.shape.top_k;
+  const bool slots = blockIdx.y == 0 && a.puts != EP_PUTS_ROWS, there = slots && slot < a.shape.top_k;
   for (unsigned token = blockIdx.x * WARPS + warp_id(); token < tokens; token += a.movers * WARPS) {
     const int64_t id = there ? id_of(a, token, slot) : -1;
     const float weight = there ? a.weights[token * a.weights_ld + slot] : 0.f;
-    row_part p;
-    load_row(a, token, p);
-    store_row(a, token, p);
-    if (blockIdx.y == 0) put_slots<false>(a, places_in_memory(a), token, id, weight, 0);
+    if (a.puts != EP_PUTS_SLOTS) put_row(a, token);
+    if (slots) put_slots<false>(a, places_in_memory(a), token, id, weight, 0);
   }
 }
 
@@ -156,11 +162,7 @@ DEVICE bool has_rows()
 
 DEVICE void put_rows_of_half(const ep_args &a, unsigned tokens)
 {
-  for (unsigned token = blockIdx.x * HALF + warp_id(); token < tokens; token += a.movers * HALF) {
-    row_part p;
-    load_row(a, token, p);
-    store_row(a, token, p);
-  }
+  for (unsigned token = blockIdx.x * HALF + warp_id(); token < tokens; token += a.movers * HALF) put_row(a, token);
 }
 
 /* Gates as most models have them, some of it as constants: the code that is fetched, cold, between the router and the

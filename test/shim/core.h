@@ -73,6 +73,8 @@ struct CUstream_st {
   object object;
   unsigned flags;
   struct CUgraph_st *graph; /* being captured into; not NULL: capturing */
+  bool forked;              /* by an event of the stream whose capture that is */
+  bool loose;               /* it has work that no other stream has waited for since */
   bool invalid;             /* that capture */
   enum cudaStreamCaptureMode mode;
   pthread_t thread;
@@ -82,6 +84,7 @@ struct CUstream_st {
 struct CUevent_st {
   object object;
   bool recorded;
+  struct CUstream_st *on; /* where it was recorded in a capture, or NULL */
 };
 
 struct CUlib_st {

@@ -211,6 +211,20 @@ static void end_graph(struct CUgraph_st *graph)
   object_end(&graph->object);
 }
 
+/* False: one has work that the capture's own stream does not wait for. */
+static bool end_forks(const struct CUgraph_st *graph)
+{
+  bool joined = true;
+  for (object *o = shim_objects(); o != NULL; o = o->next) {
+    struct CUstream_st *s = (struct CUstream_st *)o;
+    if (o->kind != STREAM || s->graph != graph || !s->forked) continue;
+    joined = joined && !s->loose;
+    s->graph = NULL;
+    s->forked = s->loose = false;
+  }
+  return joined;
+}
+
 cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *out)
 {
   cudaError_t error = BEGIN(SHIM_CONTEXT, "%s", "");
@@ -220,6 +234,7 @@ cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *out)
     error = error ? error : cudaErrorIllegalState;
   } else {
     if (error == cudaSuccess && s->invalid) error = cudaErrorStreamCaptureInvalidated;
+    if (!end_forks(s->graph) && error == cudaSuccess) error = cudaErrorStreamCaptureUnjoined;
     if (error == cudaSuccess)
       *out = s->graph;
     else
@@ -586,8 +601,10 @@ CUresult launch_kernel_ex(const CUlaunchConfig *c, CUfunction kernel, void **arg
     n.grid[1] = c->gridDimY;
     n.threads = c->blockDimX;
     kept_count++;
-    if (stream_of(c->hStream)->graph != NULL)
-      graph_add(stream_of(c->hStream)->graph, &n);
+    struct CUstream_st *s = stream_of(c->hStream);
+    s->loose = s->forked;
+    if (s->graph != NULL)
+      graph_add(s->graph, &n);
     else
       error = run_kernel(&n);
   }

@@ -52,8 +52,20 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream)
   cudaError_t error = BEGIN(SHIM_CONTEXT, "%s", "");
   if (error == cudaSuccess) error = event_error(event);
   if (error == cudaSuccess) error = stream_takes_work(stream);
-  if (error == cudaSuccess) event->recorded = true;
+  if (error == cudaSuccess) event->recorded = true, event->on = stream_of(stream)->graph ? stream_of(stream) : NULL;
   return shim_end(error);
+}
+
+/* A stream that waits for one under capture is captured as well, until it has been waited for itself. */
+static void wait_in_capture(struct CUstream_st *s, struct CUstream_st *on)
+{
+  if (on == NULL || on->graph == NULL || on == s) return;
+  on->loose = false;
+  if (s->graph != NULL) return;
+  s->graph = on->graph;
+  s->mode = on->mode;
+  s->thread = on->thread;
+  s->forked = s->loose = true;
 }
 
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags)
@@ -61,6 +73,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
   cudaError_t error = BEGIN(SHIM_CONTEXT, "flags %u", flags);
   if (error == cudaSuccess) error = event_error(event);
   if (error == cudaSuccess && stream_of(stream) == NULL) error = cudaErrorInvalidResourceHandle;
+  if (error == cudaSuccess) wait_in_capture(stream_of(stream), event->on);
   return shim_end(error);
 }
 
