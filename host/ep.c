@@ -506,14 +506,6 @@ static bool fills_in_put(const ep_round *r)
   return !on_cpu(g->context) && !g->shared && r->shape.capacity * g->shape.ranks <= FEW_TOKENS;
 }
 
-/* Whoever has waited in put for so few tokens maps them as well. */
-static bool maps_in_put(const ep_round *r)
-{
-  const group *g = r->c->g;
-  return waits_in_put(r) && r->shape.capacity * g->shape.ranks * g->shape.top_k <= EP_MAP_SLOTS &&
-         g->plan.desc.local_experts <= EP_MAP_EXPERTS;
-}
-
 /* Kernels are chosen by what all ranks know to come. */
 static layer_ends ends_of(const ep_round *r)
 {
@@ -521,23 +513,16 @@ static layer_ends ends_of(const ep_round *r)
   const bool answers = answers_of(r) == EP_PACKETS && r->c->whole && !r->move.counts; /* those finish adds up */
   return (layer_ends){.rank_tokens = most_of_round(r->c, r->number) * g->shape.ranks,
                       .filled = fills_in_put(r),
-                      .mapped = maps_in_put(r),
                       .returns = !on_cpu(g->context),
                       .few_row = answers ? g->few_row : 0};
 }
 
-static cumoe_status look_ahead(ep_round *r)
+static cumoe_status locate_fill(ep_round *r)
 {
   const layer_ends ends = ends_of(r);
-  layer_ahead ahead;
-  if (!ends.filled && !ends.mapped) return CUMOE_OK;
+  if (!ends.filled) return CUMOE_OK;
   const cumoe_moe_args a = shard_args(r);
-  TRY(find_ahead(r->c->g->shard, r->c->weights, &a, &ends, &ahead));
-  r->move.fill = ahead.fill;
-  r->move.fill_vectors = ahead.fill_vectors;
-  r->move.maps = ahead.maps;
-  r->move.map = ahead.map;
-  return CUMOE_OK;
+  return find_fill(r->c->g->shard, r->c->weights, &a, &ends, &r->move.fill, &r->move.fill_vectors);
 }
 
 /* The layer's combine, over rows from all ranks: a slot's by itself, or a rank's sum of them with weight 1. */
@@ -804,7 +789,7 @@ static cumoe_status run_part(const ep_call *c, ep_part which, int64_t number)
   static cumoe_status (*const parts[2][PARTS])(const ep_round *) = {{dispatch_round, serve_round, combine_round},
                                                                     {dispatch_aside, serve_aside, combine_aside}};
   ep_round r = open_round(c, number);
-  cumoe_status status = which == PART_DISPATCH ? look_ahead(&r) : CUMOE_OK;
+  cumoe_status status = which == PART_DISPATCH ? locate_fill(&r) : CUMOE_OK;
   if (status == CUMOE_OK) status = parts[r.aside][which](&r);
   if (status != CUMOE_OK && status != CUMOE_ERR_PEER) CUMOE_IGNORE(give_up_entered(c->g));
   if (status == CUMOE_OK) c->g->next[c->args.lane] = (ep_part)((which + 1) % PARTS);

@@ -97,8 +97,8 @@ static void add_piece(ep_staging *g, uint64_t to, uint64_t bytes)
   g->pieces[g->count++].bytes = bytes;
 }
 
-/* Where the first rank's segment would lie for this rank's to be the piece of its messages. A message is no shorter than
- * any of its pieces: nothing is below 0. */
+/* Where the first rank's segment would lie for this rank's to be the piece of its messages. A message is no shorter
+ * than any of its pieces: nothing is below 0. */
 static uint64_t staged_at(const ep_staging *g, int32_t rank, int piece)
 {
   return g->messages + (uint64_t)rank * (g->message_bytes - g->pieces[piece].bytes) + g->pieces[piece].from;

@@ -273,22 +273,15 @@ static int64_t between(int64_t n, int64_t least, int64_t most)
   return n > most ? most : n < least ? least : n;
 }
 
-/* Of few tokens each CTA of gate_put tells for itself, and another one waits. */
-static bool waits_apart(move which, const ep_args *a, int64_t parts)
-{
-  return which == MOVE_GATE_PUT && a->packets && a->then_waits && a->movers * parts <= EP_FLAG_WORDS;
-}
-
-/* CTAs along x for so many rows, parts of a row along y; of put those that wait or fill behind them. Slots alone have no
+/* CTAs along x for so many rows, parts of a row along y; of put those that fill behind them. Slots alone have no
  * parts. */
-static launch_shape grid_of_rows(const ep_shape *s, move which, int64_t rows, ep_args *a)
+static launch_shape grid_of_rows(const ep_shape *s, int64_t rows, ep_args *a)
 {
   const int64_t all = a->sms ? a->sms : EP_MOVE_CTAS;
   const int64_t parts = a->puts == EP_PUTS_SLOTS ? 1 : parts_of_row(s),
                 fillers = a->fill_vectors ? (EP_FILL_CTAS + parts - 1) / parts : 0;
   a->movers = (int32_t)between((rows + EP_MOVE_ROWS - 1) / EP_MOVE_ROWS, 1, between(all / parts, 1, EP_MOVE_CTAS));
-  a->waiters = waits_apart(which, a, parts);
-  return (launch_shape){.grid = {(unsigned)(a->movers + a->waiters + fillers), (unsigned)parts, 1},
+  return (launch_shape){.grid = {(unsigned)(a->movers + fillers), (unsigned)parts, 1},
                         .block = {EP_MOVE_THREADS, 1, 1}};
 }
 
@@ -347,9 +340,9 @@ static launch_shape shape_of_move(const group *g, move which, ep_args *a)
   switch (which) {
   case MOVE_COUNT: return one_cta(1);
   case MOVE_PUT:
-  case MOVE_GATE_PUT: return grid_of_rows(s, which, a->tokens.count, a);
+  case MOVE_GATE_PUT: return grid_of_rows(s, a->tokens.count, a);
   case MOVE_TAKE_IDS: return grid_of_ids(s);
-  case MOVE_ANSWER: return grid_of_rows(s, which, s->capacity * s->ranks * ep_answers(s), a);
+  case MOVE_ANSWER: return grid_of_rows(s, s->capacity * s->ranks * ep_answers(s), a);
   case MOVE_FEW: return shape_of_few(g, a);
   case MOVE_RETURN: return grid_of_return(g, a);
   case MOVE_FINISH: return grid_of_finish(g, a);

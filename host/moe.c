@@ -649,16 +649,9 @@ static bool is_in_half(stage s, layer_half half)
   return half == LAYER_WHOLE || (s <= STAGE_up) == (half == LAYER_TO_UP);
 }
 
-static bool is_mapped(const pass *p, const layer_ends *ends)
+static bool is_callers(stage s, const layer_ends *ends)
 {
-  return ends->mapped && p->lp.steps[STAGE_map].row >= 0;
-}
-
-/* The caller has done it, or does it. */
-static bool is_callers(const pass *p, stage s, const layer_ends *ends)
-{
-  return (s == STAGE_combine && ends->combines) || (s == STAGE_few_up && ends->fews) ||
-         (s == STAGE_map && is_mapped(p, ends));
+  return (s == STAGE_combine && ends->combines) || (s == STAGE_few_up && ends->fews);
 }
 
 /* Whatever may fail but the launches themselves comes before the first of them. */
@@ -682,7 +675,7 @@ static cumoe_status run(const pass *p, const struct weights *weights, cumoe_stre
   bool late = ends->late;
   for (stage s = 0; s < STAGE_COUNT; ++s) {
     launch_step step = p->lp.steps[s];
-    if (step.row < 0 || !is_in_half(s, ends->half) || is_callers(p, s, ends)) continue;
+    if (step.row < 0 || !is_in_half(s, ends->half) || is_callers(s, ends)) continue;
     if (late) step.early = late = false;
     TRY(launch(context, &step, arguments_of(&l, s), stream));
   }
@@ -734,20 +727,17 @@ cumoe_status forward_between(cumoe_plan plan, cumoe_weights weights, const cumoe
   ON_DEVICE(with.plan->context, run(&p, with.weights, stream, ends));
 }
 
-cumoe_status find_ahead(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *args, const layer_ends *ends,
-                        layer_ahead *ahead)
+cumoe_status find_fill(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *args, const layer_ends *ends,
+                       void **fill, int32_t *vectors)
 {
   cumoe_moe_args a;
   layer_operands with;
   pass p;
-  *ahead = (layer_ahead){0};
+  *vectors = 0;
   TRY(prepare(plan, weights, args, ends, &a, &with, &p));
-  if (a.x.rows == 0) return CUMOE_OK;
-  ahead->maps = is_mapped(&p, ends);
-  ahead->map = map_pass(&p);
-  if (!ends->filled || !p.lp.few_in_one) return CUMOE_OK;
-  ahead->fill = region(&p, p.lp.at.h);
-  ahead->fill_vectors = (int32_t)(p.lp.at.few_fill / 16);
+  if (a.x.rows == 0 || !p.lp.few_in_one) return CUMOE_OK;
+  *fill = region(&p, p.lp.at.h);
+  *vectors = (int32_t)(p.lp.at.few_fill / 16);
   return CUMOE_OK;
 }
 

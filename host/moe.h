@@ -50,7 +50,7 @@ typedef struct layer_ends {
   bool cuts;              /* out: weights can be cut so; else the call that begins at 0 has made all, others nothing */
   bool late;              /* behind more than one grid, so that its first one does not start early */
   int64_t rank_tokens;    /* as layer_call has it */
-  bool filled, mapped;    /* what find_ahead finds is done: words are all ones; the map is there */
+  bool filled;            /* what find_fill finds, if anything, is all ones */
   bool returns;           /* the caller does what combine would */
   bool combines;          /* out, if it returns: the layer has a combine, with these arguments */
   combine_args combine;   /* out */
@@ -61,17 +61,9 @@ typedef struct layer_ends {
 } layer_ends;
 cumoe_status forward_between(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *args, cumoe_stream stream,
                              layer_ends *ends);
-
-/* What a grid ahead may do, if `ends` say so, which spares the layer a grid: fill memory of args.workspace with ones; the
- * map, which must be of one chunk. */
-typedef struct layer_ahead {
-  void *fill;
-  int32_t fill_vectors; /* 0: none */
-  bool maps;
-  map_args map;
-} layer_ahead;
-cumoe_status find_ahead(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *args, const layer_ends *ends,
-                        layer_ahead *ahead);
+/* Memory of args.workspace that a grid ahead may fill with ones, which spares the layer a grid; 0 vectors: none. */
+cumoe_status find_fill(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *args, const layer_ends *ends,
+                       void **fill, int32_t *vectors);
 
 /* The caller has chosen, and the gate weighs; the caller has done both. */
 bool is_chosen(const cumoe_moe_args *a);

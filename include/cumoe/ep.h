@@ -25,9 +25,9 @@
  *
  * Rounds. An exchange takes max_tokens tokens of each rank. More go in several exchanges: every rank says how many any
  * rank may have (tokens_max), and makes as many as that needs, also with fewer tokens, or none. What is said decides
- * how the experts run and what is sent by NCCL: the arena has places for exchanges of fewer tokens as well, of a quarter
- * of max_tokens, a quarter of that and so on, and the smallest that holds tokens_max is taken. So a group for many tokens
- * decodes as one for few does, if it is told that they are few.
+ * how the experts run and what is sent by NCCL: the arena has places for exchanges of fewer tokens as well, of a
+ * quarter of max_tokens, a quarter of that and so on, and the smallest that holds tokens_max is taken. So a group for
+ * many tokens decodes as one for few does, if it is told that they are few.
  *
  * Failure. Nobody waits for ever: a rank that does not answer within timeout_ns makes the one that waits give up, which
  * all ranks see in their own memory; they give up as well. On the CPU device all of them answer PEER with a text that

@@ -7,8 +7,10 @@
  *   y                segment s = what rank s answers for this rank's tokens, row for row; written by rank s
  * ids are the reader's local experts, or -1. Sender and reader share the number of a token, so no index travels: by
  * gathering its number in the round; by dedup how many tokens the reader has got before it, which the sender alone must
- * know. Exchanges that all ranks know to be of few tokens have a second set of these segments, for so few, behind all
- * else of the lane (ep_few_tokens in host/ep.h): a kernel sees other offsets and another capacity, and nothing else.
+ * know. There are several such sets of segments, each for a quarter of the tokens of the one before (tiers, host/ep.h):
+ * an exchange takes the smallest that holds what all ranks know to come; a kernel sees other offsets and another
+ * capacity, and nothing else. Flags and packets are one for all: nothing is read of a segment beyond what the flags of
+ * this exchange tell of, so what others have left, here or in another set, is never seen.
  *
  * A flag is a word {exchange : 32, tokens : 32} in the reader's arena, one a writer, stored with release after the data
  * and read with acquire before them. On GPUs it is EP_FLAG_WORDS of them in a line, which says n when all do: up to so
@@ -149,11 +151,8 @@ typedef struct ep_args {
   int32_t packets;      /* of gate_put: slots go as packets; of return and finish, an ep_form: how answers go */
   int32_t movers;       /* CTAs along x that move rows, or all of few's; of put those behind fill with ones what few_up
                          wants so */
-  int32_t waiters;      /* of gate_put, between these: one that only waits for the others, or none */
   int32_t fill_vectors; /* of 16 bytes */
   void *fill;
-  int32_t maps; /* who has waited for the tokens goes on with the map */
-  map_args map;
   int32_t aside; /* put is two grids side by side, neither of which counts the exchange: who waits does, and leaves ids
                      to a grid of their own */
   int32_t own;   /* this rank's own tokens are a layer of their own: their rows stay where they are */
@@ -181,7 +180,6 @@ enum {
 enum { EP_RETURN_THREADS = 128, EP_RETURN_RESIDENT = 4, EP_FILL_CTAS = 32 };
 enum { EP_FINISH_CTAS = 128, EP_FINISH_LEAST = 16, EP_FINISH_MOST = 32, EP_FINISH_LINED = 64 };
 /* CTAs of finish: of all ranks of a group, or of those on this GPU; of one, by packets and by lines */
-enum { EP_MAP_SLOTS = 1024, EP_MAP_EXPERTS = 512 }; /* the most that the CTA which has waited maps itself */
 enum { EP_PACKET_TOKENS = 32 }; /* above, twice the bytes take longer than waiting for what was stored */
 #define EP_PACKED 0x80000000u   /* in a flag's number of tokens: their slots come as packets */
 

@@ -4,7 +4,6 @@
  * grid, and none without a limit of time.
  */
 #include "ep/answer.cuh"
-#include "ep/map_here.cuh"
 #include "ep/put.cuh"
 
 /* ---- before a put ---- */
@@ -58,10 +57,8 @@ DEVICE int take_id(const ep_args &a, const int32_t *arrived, unsigned at, int id
   return checked_id(a, slot, id, exchange);
 }
 
-/* A CTA's share. Both arrays' regions end on 256 bytes, so the last vector may hang over. map NULL, or what gets them
- * as well. */
-DEVICE void take_ids(const ep_args &a, const int32_t *arrived, map_smem *map, uint32_t exchange, unsigned cta,
-                     unsigned ctas)
+/* A CTA's share. Both arrays' regions end on 256 bytes, so the last vector may hang over. */
+DEVICE void take_ids(const ep_args &a, const int32_t *arrived, uint32_t exchange, unsigned cta, unsigned ctas)
 {
   const unsigned ids = (unsigned)a.shape.ranks * (unsigned)a.shape.capacity * a.shape.top_k,
                  vectors = ceil_div(ids, 4u);
@@ -76,11 +73,8 @@ DEVICE void take_ids(const ep_args &a, const int32_t *arrived, map_smem *map, ui
     for (int j = 0; j < IDS_IN_FLIGHT; j++) {
       const unsigned i = first + j * step, at = i * 4;
       if (i >= vectors) break;
-      const int4 id =
-          make_int4(take_id(a, arrived, at, v[j].x, exchange), take_id(a, arrived, at + 1, v[j].y, exchange),
-                    take_id(a, arrived, at + 2, v[j].z, exchange), take_id(a, arrived, at + 3, v[j].w, exchange));
-      to[i] = id;
-      if (map) map->id[at] = id.x, map->id[at + 1] = id.y, map->id[at + 2] = id.z, map->id[at + 3] = id.w;
+      to[i] = make_int4(take_id(a, arrived, at, v[j].x, exchange), take_id(a, arrived, at + 1, v[j].y, exchange),
+                        take_id(a, arrived, at + 2, v[j].z, exchange), take_id(a, arrived, at + 3, v[j].w, exchange));
     }
   }
 }
@@ -91,7 +85,6 @@ struct arrivals {
   int32_t tokens[EP_MAX_RANKS];
   bool packed[EP_MAX_RANKS]; /* their slots come as packets */
   bool any_packed;
-  map_smem map;
 };
 
 /* A slot that comes as a packet, and was looked for, goes to where it would lie otherwise. */
@@ -110,7 +103,7 @@ DEVICE int take_packet(const ep_args &a, uint32_t exchange, int source, unsigned
 }
 
 /* Where some come as packets: several of a thread's are looked for at once. */
-template <int FIRST> DEVICE void take_ids_and_packets(const ep_args &a, arrivals &s, uint32_t exchange)
+template <int FIRST> DEVICE void take_ids_and_packets(const ep_args &a, const arrivals &s, uint32_t exchange)
 {
   const unsigned k = a.shape.top_k, room = (unsigned)a.shape.capacity * k, ids = a.shape.ranks * room,
                  threads = waiting_threads<FIRST>();
@@ -135,15 +128,13 @@ template <int FIRST> DEVICE void take_ids_and_packets(const ep_args &a, arrivals
         id = s.packed[source] ? take_packet(a, exchange, source, slot, found[j], p)
                               : checked_id(a, slot, from[i], exchange);
       a.ids_here[i] = id;
-      if (a.maps) s.map.id[i] = (int16_t)id;
     }
   }
 }
 
-/* Leaves in a.arrived how many tokens each rank has sent, and in a.ids_here their experts; and their map. */
+/* Leaves in a.arrived how many tokens each rank has sent, and in a.ids_here their experts. */
 template <int FIRST> DEVICE void wait_for_tokens(const ep_args &a, arrivals &s, uint32_t exchange)
 {
-  if (a.maps) clear_map(a, s.map);
   const bool all = wait_for_all<FIRST>(a, a.at.in, EP_DISPATCH, exchange, s.carried);
   wait_for_earlier_grids_alone(); /* if these have not yet */
   let_next_grid_start();
@@ -161,10 +152,7 @@ template <int FIRST> DEVICE void wait_for_tokens(const ep_args &a, arrivals &s, 
   if (FIRST != WHOLE_CTA || s.any_packed)
     take_ids_and_packets<FIRST>(a, s, exchange);
   else
-    take_ids(a, s.tokens, a.maps ? &s.map : nullptr, exchange, 0, 1);
-  if (!a.maps) return;
-  __syncthreads();
-  map_here(a, s.map);
+    take_ids(a, s.tokens, exchange, 0, 1);
 }
 
 DEVICE void wait_for_answers(const ep_args &a, uint32_t exchange)
@@ -188,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1) cumoe_ep_take_i
   wait_for_earlier_grids();
   for (int r = threadIdx.x; r < a.shape.ranks; r += blockDim.x) arrived[r] = a.arrived[r];
   __syncthreads();
-  take_ids(a, arrived, nullptr, exchange_now(a), blockIdx.x, gridDim.x);
+  take_ids(a, arrived, exchange_now(a), blockIdx.x, gridDim.x);
 }
 
 extern "C" __global__ void __launch_bounds__(EP_WAIT_THREADS, 1)
@@ -220,7 +208,7 @@ extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1) cumoe_ep_put(co
   look_ahead(a, a.at.in);
   look_ahead_at_places(a);
   wait_in_put(a);
-  if ((int)blockIdx.x >= a.movers) return fill_with_ones(a, a.movers);
+  if ((int)blockIdx.x >= a.movers) return fill_with_ones(a);
   const unsigned tokens = tokens_of_round(a);
   const uint32_t exchange = exchange_now(a) + 1; /* nobody changes it before all CTAs have come */
   put_tokens(a, tokens);
@@ -229,8 +217,8 @@ extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1) cumoe_ep_put(co
 }
 
 /* The rows of x, which the router has read as well, are on their way while it and the gate work, and are told as soon
- * as they have been stored: what the gate finds follows in packets. Then a CTA of its own waits for the others, which
- * would slow down a gate beside it. */
+ * as they have been stored: what the gate finds follows in packets. Whoever has moved them waits for the others
+ * meanwhile. */
 extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1)
     cumoe_ep_gate_put(const __grid_constant__ gate_args g, const __grid_constant__ ep_args a)
 {
@@ -238,20 +226,19 @@ extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1)
   __shared__ places_at_hand at_hand;
   constexpr int MOVERS = HALF * WARP_SIZE;
   look_ahead(a, a.at.in);
-  const bool ahead = a.waiters > 0, waits = (int)blockIdx.x == a.movers && ahead;
-  if (!waits) look_ahead_at_places(a);
+  look_ahead_at_places(a);
+  const bool ahead = a.packets && tells_for_itself(a);
   if (!a.early) wait_in_put(a);
-  if ((int)blockIdx.x >= a.movers + a.waiters) return fill_with_ones(a, a.movers + a.waiters);
+  if ((int)blockIdx.x >= a.movers) return fill_with_ones(a);
   const unsigned tokens = tokens_of_round(a), flag = tokens | (a.packets ? EP_PACKED : 0);
   const uint32_t exchange = exchange_now(a) + 1;
-  if (waits && blockIdx.y > 0) return;
-  if (waits) return wait_for_tokens<WHOLE_CTA>(a, s, exchange);
   __syncthreads(); /* all threads know it before any of them tells: who has heard of all changes it */
   if (has_rows()) {
     if (a.puts != EP_PUTS_SLOTS) put_rows_of_half(a, tokens);
     if (ahead) {
       meet<MOVERS>();
       tell(a, a.at.in, nullptr, flag, exchange, cta_of_grid(a), ctas_of_grid(a), MOVERS);
+      if (cta_of_grid(a) == 0) wait_for_tokens<MOVERS>(a, s, exchange);
     }
   } else {
     const place_table t = take_places(g, a, at_hand);
