@@ -18,13 +18,13 @@
  *   allred    what slicing needs besides: NCCL's all-reduce of all ranks' outputs
  *
  *   lib/bench/ep [--ranks N] [--model NAME] [--most T] [--tokens T,T] [--plain] [--sums] [--staged] [--room C]
- *                [--each] [--aside T] [--own R]
+ *                [--each] [--aside T] [--cuts 0|1] [--own R]
  *   --most: T up to that; --tokens: these alone; --plain: no NCCL, slices or lanes; --sums: not EXACT; --staged:
  *   groups by NCCL as well; --room: groups for at least C tokens, whose calls say that they have T; --each: every
  *   rank's times, and those of gate and experts in one graph, where the experts' weights have driven the router's and
  *   the code out of L2 as they do in a layer. More ranks than GPUs share them, which only shows that it runs; one rank:
- *   what its launches cost. --aside, --own: rows and sums go aside from T tokens on, own tokens apart from R rows an
- *   expert on, instead of the library's numbers. NCCL is opened where LD_LIBRARY_PATH has libnccl.so.2
+ *   what its launches cost. --aside, --cuts, --own: rows and sums go aside from T tokens on, down is cut or not, own
+ *   tokens are apart from R rows an expert on, instead of the library's choice. NCCL is opened where LD_LIBRARY_PATH has libnccl.so.2
  */
 #include <math.h>
 #include <pthread.h>
@@ -55,7 +55,7 @@ static const int64_t token_counts[] = {1, 8, 32, 128, 512, 2048, 8192};
 static int32_t ranks, gpus;
 static bool plain, sums_alone, staged, each;
 static const char *only_tokens; /* "T,T" */
-static int64_t most_room, aside_tokens = -1, own_rows = -1;
+static int64_t most_room, aside_tokens = -1, cuts = -1, own_rows = -1;
 static pthread_barrier_t together;
 static uint16_t noise[NOISE]; /* bf16, deviation about 0.03 */
 static double stores;         /* bytes a second out of a rank, all ranks at once */
@@ -346,6 +346,7 @@ static void change_limits(cumoe_group handle)
   check(find_group(handle, &g));
   if (!g->side[0]) return;
   if (aside_tokens >= 0) g->aside_tokens = aside_tokens;
+  if (cuts >= 0) g->cuts = cuts;
   if (own_rows >= 0) g->own_rows = own_rows;
 }
 
@@ -943,6 +944,7 @@ int main(int argc, char **argv)
     if (!strcmp(argv[i], "--most") && i + 1 < argc) most = atoll(argv[++i]);
     if (!strcmp(argv[i], "--room") && i + 1 < argc) most_room = atoll(argv[++i]);
     if (!strcmp(argv[i], "--aside") && i + 1 < argc) aside_tokens = atoll(argv[++i]);
+    if (!strcmp(argv[i], "--cuts") && i + 1 < argc) cuts = atoll(argv[++i]);
     if (!strcmp(argv[i], "--own") && i + 1 < argc) own_rows = atoll(argv[++i]);
   }
   if (ranks < 1 || ranks > MOST_RANKS) return 1;

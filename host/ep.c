@@ -737,28 +737,33 @@ static cumoe_status run_down(const ep_round *r, const cumoe_moe_args *a, int32_t
   return forward_between(r->c->g->shard, r->c->weights, a, r->c->stream, ends);
 }
 
+/* Where the second part of down begins, which is as many outputs as the first one has; 0: there is none. */
+static int32_t second_part(const ep_round *r)
+{
+  const int32_t hidden = r->shape.hidden, tiles = (hidden / 2 + EP_ASIDE_COLUMNS - 1) / EP_ASIDE_COLUMNS;
+  return r->c->g->cuts && tiles * EP_ASIDE_COLUMNS < hidden ? tiles * EP_ASIDE_COLUMNS : 0;
+}
+
 /* What down does beside sums starts early, so that it has its SMs before these take the rest. */
 static cumoe_status serve_aside(const ep_round *r)
 {
   const cumoe_moe_args a = shard_args(r);
-  const int32_t hidden = r->shape.hidden,
-                half = (hidden / 2 + EP_ASIDE_COLUMNS - 1) / EP_ASIDE_COLUMNS * EP_ASIDE_COLUMNS;
-  layer_ends up = ends_of(r), first, second;
+  const int32_t hidden = r->shape.hidden, half = second_part(r);
+  layer_ends up = ends_of(r), last, part;
   up.half = LAYER_TO_UP;
   up.late = true;
   TRY(follow_side(r));
   TRY(forward_between(r->c->g->shard, r->c->weights, &a, r->c->stream, &up));
-  TRY(run_down(r, &a, 0, half < hidden ? half : 0, &first));
+  TRY(run_down(r, &a, 0, half, &last));
   TRY(follow_caller(r));
-  if (!first.cuts) {
-    TRY(serve_own(r, LAYER_FROM_DOWN, EP_ASIDE_RETURN_SMS));
-    return return_aside(r, &first, false, r->own);
+  if (last.cuts) {
+    part = last;
+    TRY(run_down(r, &a, half, hidden - half, &last));
+    TRY(return_aside(r, &part, true, true));
+    TRY(follow_caller(r));
   }
-  TRY(run_down(r, &a, half, hidden - half, &second));
-  TRY(return_aside(r, &first, true, true));
-  TRY(follow_caller(r));
   TRY(serve_own(r, LAYER_FROM_DOWN, EP_ASIDE_RETURN_SMS));
-  return return_aside(r, &second, false, r->own);
+  return return_aside(r, &last, false, r->own);
 }
 
 static cumoe_status combine_aside(const ep_round *r)

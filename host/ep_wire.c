@@ -201,7 +201,8 @@ static cumoe_status open_sides(group *g)
     TRY_CUDA(cudaEventCreateWithFlags(&g->turn[l], cudaEventDisableTiming));
   }
   g->aside_tokens = EP_ASIDE_TOKENS;
-  if (g->shape.ranks >= EP_OWN_RANKS) g->own_rows = EP_OWN_ROWS;
+  g->cuts = g->shape.ranks >= EP_MANY_RANKS;
+  if (g->cuts) g->own_rows = EP_OWN_ROWS;
   return CUMOE_OK;
 }
 

@@ -632,9 +632,10 @@ static bool cuts_columns(const gemm_args *g)
   return !format_is_scaled((weight_format)g->b.format) && !g->b.table[0];
 }
 
-/* Outputs first .. of down alone. */
+/* Outputs first .. of down alone. Units that are drawn are so once (PROGRESS_UNIT_TICKETS). */
 static void cut_columns(gemm_args *g, int32_t first, int32_t columns)
 {
+  if (first > 0) g->protocol.by_expert = false;
   expert_matrix *b = &g->b;
   b->base[0] = (const char *)b->base[0] + first * b->n_stride * format_bits((weight_format)b->format) / 8;
   if (b->bias[0])

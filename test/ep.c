@@ -43,10 +43,11 @@ typedef struct world {
   bool misplaces;                   /* the first expert's place names none of its rank; its slots weigh nothing */
   bool moves;                       /* every second call, experts in two places are in the second alone */
   bool apart, keeps, ungated;       /* router_x; ids_out and weights_out; a shared expert without a gate */
-  bool by_few;                      /* the experts, on a GPU */
-  bool aside, own;      /* rows and sums aside, and own tokens a layer of their own, however few; of one rank a GPU */
-  bool varies;          /* calls say in turn tokens_max, the group's room, three times tokens_max */
-  const uint64_t *says; /* of each rank: its mask, 0: makes no call of it */
+  bool by_few;                      /* the experts, on a GPU: by the kernels of so many rows */
+  bool aside, cuts,
+      own; /* rows and sums aside, of parts of outputs, and own tokens a layer of their own, however few; of one rank a GPU */
+  bool varies;                    /* calls say in turn tokens_max, the group's room, three times tokens_max */
+  const uint64_t *says;           /* of each rank: its mask, 0: makes no call of it */
   int32_t zero, identity, groups; /* of experts, which are ranked by their sigmoids and a bias */
   /* made */
   cumoe_moe_desc desc;
@@ -820,17 +821,17 @@ static void *second_lane(void *argument)
   return NULL;
 }
 
-static void send_aside(cumoe_group handle, bool own)
+static void send_aside(cumoe_group handle, bool own, bool cuts)
 {
   group *g;
   CHECK_OK(find_group(handle, &g));
-  if (g->side[0]) g->aside_tokens = 1, g->own_rows = own ? 0 : INT64_MAX;
+  if (g->side[0]) g->aside_tokens = 1, g->own_rows = own ? 0 : INT64_MAX, g->cuts = cuts;
 }
 
 static void enter(rank *r)
 {
   keep(r, join(r));
-  if (r->group && r->w->aside) send_aside(r->group, r->w->own);
+  if (r->group && r->w->aside) send_aside(r->group, r->w->own, r->w->cuts);
   if (r->group) keep(r, cumoe_ep_workspace(r->group, &r->workspace_bytes));
   for (int lane = 0; r->workspace_bytes && lane < r->w->lanes; lane++)
     r->workspaces[lane] = device_bytes(r->context, r->workspace_bytes);
@@ -1553,6 +1554,7 @@ static const world worlds[] = {
      .tokens = {39, 20},
      .varies = true,
      .aside = true,
+     .cuts = true,
      .own = true},
     {.name = "own tokens apart, residual, two lanes",
      .ranks = 2,
@@ -1567,6 +1569,7 @@ static const world worlds[] = {
      .spread = SCATTERED,
      .residual = true,
      .aside = true,
+     .cuts = true,
      .own = true},
     {.name = "own tokens of one rank of two apart, routed by the caller",
      .ranks = 2,
@@ -1579,6 +1582,7 @@ static const world worlds[] = {
      .odd_ids = true,
      .routed = true,
      .aside = true,
+     .cuts = true,
      .own = true},
     {.name = "own tokens apart, counted, in rounds",
      .ranks = 2,
@@ -1590,6 +1594,7 @@ static const world worlds[] = {
      .tokens = {90, 57},
      .counted = true,
      .aside = true,
+     .cuts = true,
      .own = true},
     {.name = "own tokens of four ranks apart",
      .ranks = 4,
@@ -1599,6 +1604,7 @@ static const world worlds[] = {
      .capacity = 48,
      .tokens = {48, 40, 34, 47},
      .aside = true,
+     .cuts = true,
      .own = true},
     {.name = "rows and sums aside, wide",
      .ranks = 2,
@@ -1609,7 +1615,8 @@ static const world worlds[] = {
      .inter = 16,
      .capacity = 40,
      .tokens = {40, 35},
-     .aside = true},
+     .aside = true,
+     .cuts = true},
     {.name = "rows and sums aside, counted, in rounds, few of one rank",
      .ranks = 3,
      .experts = 8,
@@ -2045,9 +2052,29 @@ static void stop_waiting(int signal)
 }
 
 /* After one that gave up the others would cost their timeouts. */
+/* By kernels of many rows, of which down draws its units. */
+static void many_on_gpus(bool own)
+{
+  const world w = {.name = own ? "own tokens apart, by products of many rows" : "sums aside, by products of many rows",
+                   .ranks = own ? 3 : 2,
+                   .experts = 8,
+                   .top_k = 2,
+                   .dtype = CUMOE_BF16,
+                   .hidden = 1024,
+                   .inter = 256,
+                   .capacity = 1100,
+                   .tokens = {1050, 730, 901},
+                   .by_few = true,
+                   .aside = true,
+                   .cuts = true,
+                   .own = own};
+  if (!emulated()) run_world(&w, false);
+}
+
 static void answers_on_gpus(void)
 {
   for (size_t i = 0; i < sizeof worlds / sizeof *worlds * 2 && !gave_up; i++) run_world(&worlds[i / 2], i % 2);
+  for (int i = 0; i < 2 && !gave_up; i++) many_on_gpus(i == 1);
   for (size_t i = 0; i < sizeof crowds / sizeof *crowds * 2 && emulated() && !gave_up; i++)
     run_world(&crowds[i / 2], i % 2);
   for (int i = 0; i < 4 && !gave_up; i++) { /* several CTAs a move, parts of a row, tokens past a CTA of slots */

@@ -167,16 +167,11 @@ typedef struct ep_args {
 /* The CUDA kernels' grids: parts of a row lie along y, rows along x; so many rows a CTA, up to so many CTAs. */
 enum { EP_PART_BYTES = 4096, EP_MOVE_THREADS = 512, EP_WAIT_THREADS = 1024, EP_MOVE_ROWS = 8, EP_MOVE_CTAS = 128 };
 /* Aside: from so many tokens on; CTAs of put that have an SM each (8 fill the links with stores), SMs that the combine
- * which answers has beside a product, of which it has parts of whole tiles of columns; own rows an expert, and ranks, from which on own tokens are a layer of their own, as
- * every expert's weights are read twice. */
-enum {
-  EP_ASIDE_TOKENS = 1024,
-  EP_ASIDE_PUT_CTAS = 16,
-  EP_ASIDE_RETURN_SMS = 32,
-  EP_ASIDE_COLUMNS = 256,
-  EP_OWN_ROWS = 256,
-  EP_OWN_RANKS = 3
-};
+ * which answers has beside a product, of which it has parts of whole tiles of columns. From so many ranks on, as more
+ * travels then, this is given SMs, and own tokens of so many rows an expert are a layer of their own, for which every
+ * expert's weights are read twice. */
+enum { EP_ASIDE_TOKENS = 1024, EP_ASIDE_PUT_CTAS = 16, EP_ASIDE_RETURN_SMS = 32, EP_ASIDE_COLUMNS = 256 };
+enum { EP_MANY_RANKS = 3, EP_OWN_ROWS = 256 };
 enum { EP_RETURN_THREADS = 128, EP_RETURN_RESIDENT = 4, EP_FILL_CTAS = 32 };
 enum { EP_FINISH_CTAS = 128, EP_FINISH_LEAST = 16, EP_FINISH_MOST = 32, EP_FINISH_LINED = 64 };
 /* CTAs of finish: of all ranks of a group, or of those on this GPU; of one, by packets and by lines */
