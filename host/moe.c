@@ -672,7 +672,6 @@ static cumoe_status run(const pass *p, const struct weights *weights, cumoe_stre
     if (mapped_of(&l, s)) TRY(encode_maps(context, &p->lp.steps[s], mapped_of(&l, s)));
   TRY(encode_few_maps(context, &p->lp.steps[STAGE_few_up], &l.few));
   if (p->lp.few_fills) TRY(fill_words(&l.router.router.r.protocol, stream));
-  if (ends->columns && !ends->cuts && ends->first > 0) return CUMOE_OK;
   bool late = ends->late;
   for (stage s = 0; s < STAGE_COUNT; ++s) {
     launch_step step = p->lp.steps[s];

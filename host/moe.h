@@ -47,7 +47,7 @@ typedef struct layer_ends {
   layer_half half;
   int32_t spared;         /* SMs that its products leave to other grids */
   int32_t first, columns; /* of down's outputs; 0 columns: all of them */
-  bool cuts;              /* out: weights can be cut so; else the call that begins at 0 has made all, others nothing */
+  bool cuts;              /* out: weights can be cut so; else this call has made all of them */
   bool late;              /* behind more than one grid, so that its first one does not start early */
   int64_t rank_tokens;    /* as layer_call has it */
   bool filled;            /* what find_fill finds, if anything, is all ones */

@@ -16,7 +16,7 @@ typedef struct member {
   cumoe_group group;
   void *arenas[1], *comms[1];
   cumoe_view_mut arena;
-  cumoe_group_config config;
+  cumoe_group_config config; /* flags; max_tokens 0: CAPACITY */
   cumoe_moe_args layer;
   cumoe_ep_args args;
 } member;
@@ -39,7 +39,7 @@ static void prepare(member *m)
   m->config = (cumoe_group_config){.size = sizeof m->config,
                                    .flags = m->config.flags,
                                    .ranks = 1,
-                                   .max_tokens = CAPACITY,
+                                   .max_tokens = m->config.max_tokens ? m->config.max_tokens : CAPACITY,
                                    .arenas = by_nccl ? NULL : m->arenas,
                                    .comm = m->comms[0]};
   CHECK_OK(cumoe_ep_arena(m->w.plan, &m->config, &bytes));
@@ -285,6 +285,91 @@ static void merged(void)
   }
 }
 
+/* ---- aside ---- */
+
+/* As a group of more ranks has it, each on its GPU; sums go as rows. */
+static group *join_aside(member *m, bool own)
+{
+  enum { ROOM = 40 };
+  group *g;
+  m->config.max_tokens = ROOM;
+  join(m);
+  m->args.tokens_max = ROOM;
+  CHECK_OK(find_group(m->group, &g));
+  OWN(cudaStreamCreateWithFlags(&g->side[0], cudaStreamNonBlocking));
+  OWN(cudaEventCreateWithFlags(&g->turn[0], cudaEventDisableTiming));
+  g->aside_tokens = 1;
+  g->own_rows = own ? 0 : INT64_MAX;
+  g->cuts = true;
+  size_t bytes = 0;
+  CHECK_OK(cumoe_ep_workspace(m->group, &bytes));
+  m->layer.workspace = lend(&m->w, CUMOE_U8, 1, (int64_t)bytes);
+  return g;
+}
+
+/* A letter a launch, a capital one if it may start before the grid ahead has ended; "/": a stream behind the other. */
+static void say_launches(char *to, const char *trace)
+{
+  static const struct {
+    const char *name;
+    char letter;
+  } known[] = {
+      {"ep_put ", 'p'}, {"ep_gate_put", 'g'}, {"ep_wait_tokens", 'w'}, {"ep_take_ids", 't'}, {"map_", 'm'},
+      {"up_", 'u'},     {"down_", 'd'},       {"ep_return", 'r'},      {"combine_", 'c'},    {"ep_wait_answers", 'a'}};
+  for (const char *line = trace; *line; line += strcspn(line, "\n"), line += *line == '\n') {
+    const char *name = line + strlen("cuLaunchKernelEx cumoe_"), *attributes = strstr(line, "attrs ");
+    if (strncmp(line, "cudaStreamWaitEvent", 19) == 0) *to++ = '/';
+    if (strncmp(line, "cuLaunchKernelEx cumoe_", 23) != 0) continue;
+    for (size_t i = 0; i < sizeof known / sizeof *known; i++)
+      if (strncmp(name, known[i].name, strlen(known[i].name)) == 0)
+        *to++ = (char)(known[i].letter - (attributes && attributes[6] == '1' ? 'a' - 'A' : 0));
+  }
+  *to = 0;
+}
+
+/* What is behind two streams starts late; own tokens' down early, ahead of sums; what cannot be cut is in one part. */
+static void launches_aside(void)
+{
+  static const char *const want[] = {"/pG/wT/mUD/Dr/r/aC", "/pG/wTMU/mUD/Dr/DCr/aC", "/pG/wT/mUD/r/aC"};
+  for (int i = 0; i < 3; i++) {
+    char order[256];
+    member m = {0};
+    case_begin("rows and sums aside, %d", i);
+    group *g = join_aside(&m, i == 1);
+    if (i == 2) g->cuts = false;
+    shim_mark();
+    CHECK_OK(cumoe_ep_forward(m.group, m.w.weights, &m.args, m.w.stream));
+    CHECK(shim_calls(SHIM_ALLOC | SHIM_SYNC | SHIM_QUERY) == 0);
+    say_launches(order, shim_trace());
+    CHECK_MSG(strcmp(order, want[i]) == 0, "%s, not %s", order, want[i]);
+    const gemm_args *down = shim_last_args("_down_");
+    CHECK(down && down->n == (i == 0 ? HIDDEN - (HIDDEN / 2 + 255) / 256 * 256 : HIDDEN));
+    leave(&m);
+    case_end();
+  }
+}
+
+static cumoe_status call_aside(member *m)
+{
+  return cumoe_ep_forward(m->group, m->w.weights, &m->args, m->w.stream);
+}
+
+static void faults_aside(void)
+{
+  member m = {0};
+  cumoe_graph graph = NULL;
+  case_begin("captured, and every call of it fails");
+  (void)join_aside(&m, true);
+  CHECK_OK(cumoe_graph_begin(m.w.context, m.w.stream));
+  CHECK_OK(call_aside(&m));
+  CHECK_OK(cumoe_graph_end(m.w.context, m.w.stream, &graph));
+  CHECK_OK(cumoe_graph_launch(m.w.context, graph, m.w.stream));
+  CHECK_OK(cumoe_graph_destroy(m.w.context, graph));
+  fail_each(&m, call_aside, SHIM_CUDA);
+  leave(&m);
+  case_end();
+}
+
 /* ---- by NCCL ---- */
 
 /* Moves between ranks, "m", or "M" for one that may start before the grid ahead has ended, and groups of NCCL's calls,
@@ -418,6 +503,8 @@ static const test_group groups[] = {
     ALONE("few answers", few_answers, ONCE),
     ALONE("masks", masks, ONCE),
     ALONE("timeouts", timeouts, ONCE),
+    ALONE("launches aside", launches_aside, ONCE),
+    ALONE("faults aside", faults_aside, ONCE),
     ALONE("launches by NCCL", launches_by_nccl, ONCE),
     ALONE("captures by NCCL", captures_by_nccl, ONCE),
     ALONE("faults by NCCL", faults_by_nccl, ONCE),

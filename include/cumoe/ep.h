@@ -37,12 +37,12 @@
  * create another with zeroed arenas. A call that is refused for its arguments has told nobody anything: it may be
  * corrected and made again within the others' timeout.
  *
- * GPUs: experimental. Seen on two H100s of one host, ranks dealt to them (up to eight), and on one H200 shared by
+ * GPUs: experimental. Seen on two and four H200s of one host, ranks dealt to them (up to eight), and on one shared by
  * them, is all that test/ep.c asks: the bits of EXACT, sums, DEDUP, rounds, the three calls, replays, ranks that
  * stop, abort or are left out. Between processes, one a GPU (test/ranks.c): the bits of EXACT, also from graphs, and
- * a rank that is killed (SIGKILL) or stopped (SIGSTOP) at work: the other names it and the phase by
- * cumoe_group_fault_read after timeout_ns, goes on without it or leaves, and its context ends without an error. More
- * than two GPUs: not seen.
+ * a rank that is killed (SIGKILL) or stopped (SIGSTOP) at work: the others name it and the phase by
+ * cumoe_group_fault_read after timeout_ns, go on without it or leave, and their contexts end without an error. More
+ * than four GPUs: not seen.
  * A call may be captured; a graph counts its exchanges on the device, so it may be replayed in any order with others,
  * as long as all ranks do the same, and must be destroyed before its group. Ranks may share a GPU, for tests: their
  * streams must not share a hardware queue (CUDA_DEVICE_MAX_CONNECTIONS), nor be the legacy stream, and while one waits
@@ -256,6 +256,10 @@ CUMOE_CHECKED cumoe_status cumoe_ep_workspace(cumoe_group group, size_t *bytes);
  *   counts_out, load  of this rank's experts and all ranks' tokens, of all rounds together
  *   device_tokens     on the CPU device read when the call is made; on GPUs by the kernels, so that a graph serves any
  *                     count up to x.rows. With several rounds a grid more each
+ * From 1024 tokens on, sums (not EXACT) of a rank by itself on its GPU travel by a stream of the group's, one a lane,
+ * which begins behind what `stream` has so far and which `stream` waits for before the call's last grids: to a caller,
+ * and in a capture, all is `stream`'s. In groups of three ranks and more a rank then serves its own tokens by themselves
+ * where they give each expert 256 rows in the mean; bits stay the same.
  * Every token is sent to every rank (an exchange by gathering; CUMOE_GROUP_DEDUP: to those that have an expert of it),
  * its slots only to where their experts are. ids and counts that arrive are checked before they are used: what is out
  * of range drops the slot and is recorded (EXPERT_ID). Nothing of a call may lie in the group's arena
