@@ -152,7 +152,7 @@ DEVICE void put_tokens(const ep_args &a, unsigned tokens)
 
 /* ---- the gate of few tokens ---- */
 
-/* Half of the warps have the rows, the others the gate and the slots: few tokens' of as many SMs as there are. */
+/* Half of the warps have the rows, the others, of CTAs that have first parts of rows, the gate and the slots. */
 constexpr int HALF = WARPS / 2;
 
 DEVICE bool has_rows()
@@ -250,13 +250,12 @@ DEVICE place_table take_places(const gate_args &g, const ep_args &a, places_at_h
   return {fits ? s.entries : a.placement, s.active};
 }
 
-/* Tokens are dealt to CTAs first: warps of one SM would wait for each other's instructions. */
 DEVICE void gate_and_put_slots(const gate_args &g, const ep_args &a, const place_table &t, const float *bias,
                                unsigned tokens, uint32_t exchange)
 {
   __shared__ gate_scratch scratch[HALF];
-  const unsigned ctas = ctas_of_grid(a);
-  for (unsigned token = (warp_id() - HALF) * ctas + cta_of_grid(a); token < tokens; token += ctas * HALF) {
+  if (blockIdx.y != 0) return;
+  for (unsigned token = blockIdx.x * HALF + warp_id() - HALF; token < tokens; token += a.movers * HALF) {
     const gate_slot slot = choose_slots_of(g, bias, token, scratch[warp_id() - HALF]);
     if (a.packets)
       put_slots<true>(a, t, token, slot.id, slot.weight, exchange);
