@@ -327,9 +327,10 @@ static ep_round open_round(const ep_call *c, int64_t number)
                 .number = number,
                 .first = first,
                 .tokens = all - first < capacity ? all - first : capacity,
-                .shape = g->shape,
-                .at = g->at};
-  if (most_of_round(c, number) <= g->few_tokens) r.shape.capacity = g->few_tokens, r.at = g->few;
+                .shape = g->shape};
+  const ep_tier *tier = &g->tiers.of[ep_tier_for(&g->tiers, most_of_round(c, number))];
+  r.shape.capacity = tier->tokens;
+  r.at = ep_in_tier(g->at, tier);
   r.x = part(&r, c->layer.x);
   r.present = count_of_round(c);
   locate_routing(&r);

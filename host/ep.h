@@ -38,16 +38,52 @@ static inline bool ep_answers_by(move which)
 typedef enum ep_part { PART_DISPATCH, PART_EXPERTS, PART_COMBINE, PARTS } ep_part;
 
 /*
+ * Tiers. Grids, kernels and what is looked at are for the tokens that segments hold: a group with room for many would
+ * pay for that room in each exchange. So it has segments for fewer as well, from the room down by quarters; an exchange
+ * takes the least that hold tokens_max, which all ranks know, and kernels see other offsets and another capacity,
+ * nothing else. Each rank's are fixed: a stride by tokens_max would serve any number in one set, but a rank that was
+ * left out and still stores would then hit another's. Together a third of the room's memory.
+ */
+typedef enum segment { SEGMENT_X, SEGMENT_IDS, SEGMENT_WEIGHTS, SEGMENT_Y, SEGMENTS } segment;
+
+typedef struct ep_tier {
+  int64_t tokens;        /* of a rank */
+  uint64_t at[SEGMENTS]; /* the first rank's, in a lane */
+} ep_tier;
+
+enum { EP_TIERS = 15, EP_TIER_STEP = 4 };
+typedef struct ep_tiers {
+  int32_t count;
+  ep_tier of[EP_TIERS]; /* the first one: the room */
+} ep_tiers;
+
+/* An arena with a tier's segments in the place of the room's. */
+static inline ep_layout ep_in_tier(ep_layout at, const ep_tier *tier)
+{
+  at.x = tier->at[SEGMENT_X], at.ids = tier->at[SEGMENT_IDS];
+  at.weights = tier->at[SEGMENT_WEIGHTS], at.y = tier->at[SEGMENT_Y];
+  return at;
+}
+
+/*
  * By NCCL (CUMOE_GROUP_NCCL) nobody writes to another's memory. Behind its arena a rank has a message for each rank:
  * what it would have written there. NCCL brings every piece of a message to the segment of the arena that it is for.
  * Kernels write messages as they write arenas: arenas[r] is such that this rank's segments there, by the layout `to`,
  * are the message to rank r. Flags are pieces, too, and tell exchanges apart as ever; NCCL has brought them before a
  * kernel that waits for them starts.
  */
-typedef enum piece { PIECE_HELLO, PIECE_IN, PIECE_BACK, PIECE_X, PIECE_IDS, PIECE_WEIGHTS, PIECE_Y, PIECES } piece;
+enum { PIECE_HELLO, PIECE_IN, PIECE_BACK, PIECE_SEGMENTS, PIECES = PIECE_SEGMENTS + EP_TIERS * SEGMENTS };
+_Static_assert(PIECES <= 64, "a set of them is a word");
+
+static inline uint64_t ep_piece(int32_t tier, segment which)
+{
+  return (uint64_t)1 << (PIECE_SEGMENTS + tier * SEGMENTS + (int)which);
+}
 
 typedef struct ep_staging {
   ep_layout to;
+  ep_tiers tiers;
+  int32_t count; /* of pieces */
   struct {
     uint64_t from, to; /* in the message; the first rank's segment in the arena */
     uint64_t bytes;
@@ -65,8 +101,8 @@ typedef struct group {
   struct plan plan;         /* a copy: the caller's may end before the group */
   cumoe_plan shard, shared; /* what a rank does for all: its experts unreduced or summed; the shared expert, or NULL */
   ep_shape shape;
-  ep_layout at, few; /* few: of exchanges of up to few_tokens */
-  int64_t few_tokens;
+  ep_layout at; /* with the room's segments, as `to` */
+  ep_tiers tiers;
   ep_ways ways;
   int32_t rank, here;         /* here: ranks whose arena is on this GPU */
   int64_t timeout_ns;         /* any thread may change it, and the word in the arena, which calls read */
@@ -94,17 +130,14 @@ typedef struct group {
 /* Offsets of an arena; a pure function. Valid shapes only: nothing overflows 2^62. */
 ep_layout ep_lay_out(const ep_shape *shape);
 
-/* Exchanges of up to so many tokens a rank have segments of their own, in which all ranks' rows are so few that few
- * serves them: a group for many tokens decodes as one for few. Each rank's are fixed as well, so that one that was left
- * out disturbs nobody. 0: there are none, as all exchanges are so small, or ranks so many. */
-static inline int64_t ep_few_tokens(const ep_shape *shape)
-{
-  const int64_t tokens = FEW_TOKENS / shape->ranks;
-  return tokens < shape->capacity ? tokens : 0;
-}
+/* Its tiers. */
+ep_tiers ep_lay_out_tiers(const ep_shape *shape);
 
-/* The same arena with these segments in the place of the others. */
-ep_layout ep_lay_out_few(const ep_shape *shape);
+/* Bytes of one rank's segment for so many tokens. */
+uint64_t ep_segment_bytes(const ep_shape *shape, int64_t tokens, segment which);
+
+/* The least that holds an exchange of up to so many tokens a rank. */
+int32_t ep_tier_for(const ep_tiers *tiers, int64_t tokens);
 
 cumoe_status find_group(cumoe_group handle, group **found);
 
@@ -149,8 +182,8 @@ cumoe_status wire_load_abort(const group *g, uint64_t *word);
 cumoe_status wire_wait(const group *g, uint64_t at, uint32_t least, bool heeds_abort, uint64_t *end);
 void wire_give_up(const group *g, uint64_t word);
 /* Staged groups: pieces (a bit each) of all messages to all ranks, by a stream; and until they have come. */
-cumoe_status staged_carry(const group *g, unsigned pieces, cumoe_stream stream);
-cumoe_status staged_bring(group *g, unsigned pieces);
+cumoe_status staged_carry(const group *g, uint64_t pieces, cumoe_stream stream);
+cumoe_status staged_bring(group *g, uint64_t pieces);
 /* Of a move: where its kernel writes, or reads. */
 void staged_arguments(const group *g, move which, ep_args *a);
 /* In the stream's order; on the CPU device done when it returns, and PEER where the group gave up. of: the gate_args of

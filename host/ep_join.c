@@ -68,7 +68,7 @@ static cumoe_status tell_state(group *g, uint32_t state)
 {
   for (int32_t r = 0; r < g->shape.ranks; r++) TRY(wire_store(g, r, own_hello(g), ep_flag(state, 0)));
   if (!g->staged) return CUMOE_OK;
-  return staged_bring(g, state == HAS_WRITTEN ? (1u << PIECES) - 1 : 1u << PIECE_HELLO);
+  return staged_bring(g, state == HAS_WRITTEN ? UINT64_MAX : (uint64_t)1 << PIECE_HELLO);
 }
 
 static cumoe_status wait_for_state(const group *g, int32_t r, uint32_t state)
@@ -149,7 +149,7 @@ cumoe_status ep_check_fresh(const group *g)
 /* ---- the wires ---- */
 
 /* The first and the last bytes of what rank `from` writes in rank `to`'s arena, array by array. */
-enum { PATTERN_BYTES = 16, PATTERN_ARRAYS = 4 };
+enum { PATTERN_BYTES = 16 };
 
 static unsigned char pattern(int32_t from, int32_t to, uint64_t at)
 {
@@ -170,31 +170,28 @@ static cumoe_status try_end(const group *g, int32_t from, int32_t to, uint64_t a
   return CUMOE_OK;
 }
 
-/* All ends of the arrays of some segments, as try_end: `own` as this rank reads them, `others` as it writes them. */
-static cumoe_status patterns_of(const group *g, int32_t from, int32_t to, const ep_layout *own, const ep_layout *others,
-                                int64_t capacity, bool *same)
+/* All ends of a tier's arrays in a lane, as try_end: `own` as this rank reads them, `others` as it writes them. */
+static cumoe_status patterns_of(const group *g, int32_t from, int32_t to, int32_t lane, const ep_tier *own,
+                                const ep_tier *others, bool *same)
 {
-  const uint64_t tokens = (uint64_t)capacity, row = (uint64_t)g->shape.hidden * (uint64_t)g->shape.element;
-  const uint64_t k = (uint64_t)g->shape.top_k;
-  const uint64_t at[PATTERN_ARRAYS] = {own->x, own->ids, own->weights, own->y};
-  const uint64_t there[PATTERN_ARRAYS] = {others->x, others->ids, others->weights, others->y};
-  const uint64_t bytes[PATTERN_ARRAYS] = {tokens * row, tokens * k * 4, tokens * k * 4,
-                                          tokens * row * (uint64_t)ep_answers(&g->shape)};
-  for (int32_t lane = 0; lane < g->shape.lanes; lane++)
-    for (int i = 0; i < PATTERN_ARRAYS; i++) {
-      const uint64_t start = g->at.lane + (uint64_t)lane * g->at.lane_bytes + at[i] + (uint64_t)from * bytes[i];
-      const size_t part = bytes[i] < PATTERN_BYTES ? (size_t)bytes[i] : PATTERN_BYTES;
-      TRY(try_end(g, from, to, start, there[i] - at[i], part, same));
-      TRY(try_end(g, from, to, start + bytes[i] - part, there[i] - at[i], part, same));
-    }
+  for (segment i = SEGMENT_X; i < SEGMENTS; i++) {
+    const uint64_t bytes = ep_segment_bytes(&g->shape, own->tokens, i), shift = others->at[i] - own->at[i];
+    const uint64_t start = g->at.lane + (uint64_t)lane * g->at.lane_bytes + own->at[i] + (uint64_t)from * bytes;
+    const size_t part = bytes < PATTERN_BYTES ? (size_t)bytes : PATTERN_BYTES;
+    TRY(try_end(g, from, to, start, shift, part, same));
+    TRY(try_end(g, from, to, start + bytes - part, shift, part, same));
+  }
   return CUMOE_OK;
 }
 
 /* *same becomes false where one is not there. */
 static cumoe_status patterns(const group *g, int32_t from, int32_t to, bool *same)
 {
-  TRY(patterns_of(g, from, to, &g->at, &g->to, g->shape.capacity, same));
-  return g->few_tokens ? patterns_of(g, from, to, &g->few, &g->few, g->few_tokens, same) : CUMOE_OK;
+  const ep_tiers *others = g->staged ? &g->staging.tiers : &g->tiers;
+  for (int32_t lane = 0; lane < g->shape.lanes; lane++)
+    for (int32_t i = 0; i < g->tiers.count; i++)
+      TRY(patterns_of(g, from, to, lane, &g->tiers.of[i], &others->of[i], same));
+  return CUMOE_OK;
 }
 
 static cumoe_status check_patterns(const group *g, int32_t r)

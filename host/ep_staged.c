@@ -3,7 +3,7 @@
 #include "ep.h"
 
 /* One group of NCCL's calls, ended whatever happens in it: else the thread's next calls of NCCL would belong to it. */
-cumoe_status staged_carry(const group *g, unsigned pieces, cumoe_stream stream)
+cumoe_status staged_carry(const group *g, uint64_t pieces, cumoe_stream stream)
 {
   const nccl *n = &g->nccl;
   const ep_staging *s = &g->staging;
@@ -11,7 +11,7 @@ cumoe_status staged_carry(const group *g, unsigned pieces, cumoe_stream stream)
   TRY(nccl_status(n, "ncclGroupStart", n->group_start()));
   int result = 0;
   for (int32_t r = 0; r < g->shape.ranks; r++)
-    for (int i = 0; i < PIECES; i++) {
+    for (int i = 0; i < s->count; i++) {
       if (result != 0 || !(pieces >> i & 1)) continue;
       const uint64_t bytes = s->pieces[i].bytes;
       const char *from = g->arena + s->messages + (uint64_t)r * s->message_bytes + s->pieces[i].from;
@@ -25,7 +25,7 @@ cumoe_status staged_carry(const group *g, unsigned pieces, cumoe_stream stream)
   return nccl_status(n, "ncclGroupEnd", ended);
 }
 
-cumoe_status staged_bring(group *g, unsigned pieces)
+cumoe_status staged_bring(group *g, uint64_t pieces)
 {
   TRY(staged_carry(g, pieces, g->stream));
   if (on_cpu(g->context)) return CUMOE_OK;
@@ -36,8 +36,9 @@ void staged_arguments(const group *g, move which, ep_args *a)
 {
   const bool puts = ep_puts(which), answers = ep_answers_by(which);
   if (puts || answers) a->at.bases = g->to.bases;
-  if (puts) a->at.in = g->to.in, a->at.x = g->to.x, a->at.ids = g->to.ids, a->at.weights = g->to.weights;
-  if (answers) a->at.back = g->to.back, a->at.y = g->to.y;
+  const ep_layout to = ep_in_tier(g->to, &g->staging.tiers.of[ep_tier_for(&g->tiers, a->shape.capacity)]);
+  if (puts) a->at.in = to.in, a->at.x = to.x, a->at.ids = to.ids, a->at.weights = to.weights;
+  if (answers) a->at.back = to.back, a->at.y = to.y;
   /* A wait whose time is up says so in its own arena alone: no other can be reached. */
   for (int32_t r = 0; !puts && !answers && r < EP_NEAR_RANKS && r < g->shape.ranks; r++) a->near[r] = g->arena;
 }

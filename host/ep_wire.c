@@ -371,13 +371,13 @@ static cumoe_status move_here(const group *g, move which, const ep_args *a, cons
   return end ? ep_explain(g, end) : CUMOE_OK;
 }
 
-static cumoe_status carry_entered(const group *g, unsigned pieces, cumoe_stream stream)
+static cumoe_status carry_entered(const group *g, uint64_t pieces, cumoe_stream stream)
 {
   ON_DEVICE(g->context, staged_carry(g, pieces, stream));
 }
 
 /* The one that failed to send is out of step with the others for good. */
-static cumoe_status carry(const group *g, unsigned pieces, int phase, cumoe_stream stream)
+static cumoe_status carry(const group *g, uint64_t pieces, int phase, cumoe_stream stream)
 {
   const cumoe_status status = carry_entered(g, pieces, stream);
   if (status != CUMOE_OK) wire_give_up(g, ep_abort_word(EP_FAILED, phase, g->rank, g->rank));
@@ -386,8 +386,10 @@ static cumoe_status carry(const group *g, unsigned pieces, int phase, cumoe_stre
 
 static cumoe_status staged_move(const group *g, move which, const ep_args *a, const void *of, cumoe_stream stream)
 {
-  const unsigned tokens = 1u << PIECE_IN | 1u << PIECE_X | 1u << PIECE_IDS | 1u << PIECE_WEIGHTS;
-  const unsigned answers = 1u << PIECE_BACK | 1u << PIECE_Y;
+  const int32_t tier = ep_tier_for(&g->tiers, a->shape.capacity);
+  const uint64_t slots = ep_piece(tier, SEGMENT_IDS) | ep_piece(tier, SEGMENT_WEIGHTS);
+  const uint64_t tokens = (uint64_t)1 << PIECE_IN | ep_piece(tier, SEGMENT_X) | slots;
+  const uint64_t answers = (uint64_t)1 << PIECE_BACK | ep_piece(tier, SEGMENT_Y);
   const uint64_t end = __atomic_load_n(&g->given_up, __ATOMIC_ACQUIRE);
   ep_args own = *a;
   if (end) return ep_explain(g, end);

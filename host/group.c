@@ -330,8 +330,7 @@ static cumoe_status new_group(const struct plan *plan, const cumoe_group_config 
   g->plan = *plan;
   g->shape = shape;
   g->at = g->to = ep_lay_out(&shape);
-  g->few = ep_lay_out_few(&shape);
-  g->few_tokens = c->flags & CUMOE_GROUP_NCCL ? 0 : ep_few_tokens(&shape); /* messages are of fixed size */
+  g->tiers = ep_lay_out_tiers(&shape);
   g->rank = c->rank;
   g->ways.dedup = c->flags & CUMOE_GROUP_DEDUP;
   for (int32_t r = 0; r < c->ranks; r++) g->ways.active[r / 64] |= (uint64_t)1 << r % 64;

@@ -45,7 +45,7 @@ typedef struct world {
   bool apart, keeps, ungated;       /* router_x; ids_out and weights_out; a shared expert without a gate */
   bool by_few;                      /* the experts, on a GPU: by the kernels of so many rows */
   bool aside, own;                /* rows aside, and own tokens a layer of their own, however few; of one rank a GPU */
-  bool varies;                    /* every second call is of any number of tokens, by its tokens_max */
+  bool varies;                    /* calls say in turn tokens_max, the group's room, three times tokens_max */
   const uint64_t *says;           /* of each rank: its mask, 0: makes no call of it */
   int32_t zero, identity, groups; /* of experts, which are ranked by their sigmoids and a bias */
   /* made */
@@ -588,6 +588,12 @@ typedef struct ep_call {
   cumoe_ep_args args;
 } ep_call;
 
+static int64_t most_of_call(const world *w, int number)
+{
+  if (!w->varies || number % 3 == 0) return w->tokens_max;
+  return number % 3 == 1 || w->capacity < 3 * w->tokens_max ? 0 : 3 * w->tokens_max;
+}
+
 /* With a count of tokens the rows behind are the next rank's. */
 static void fill_call(const rank *r, int32_t lane, int number, ep_call *c)
 {
@@ -601,7 +607,7 @@ static void fill_call(const rank *r, int32_t lane, int number, ep_call *c)
   c->layer.counts_out = as_mut(rows_of(&r->counts_here, index, 1));
   c->args = (cumoe_ep_args){.size = sizeof c->args,
                             .lane = lane,
-                            .tokens_max = w->varies && number % 2 ? 0 : w->tokens_max,
+                            .tokens_max = most_of_call(w, number),
                             .placement = rows_of(&w->placement, placement_row(w, index), w->experts),
                             .layer = &c->layer};
 }
@@ -1425,6 +1431,29 @@ static const world worlds[] = {
      .spread = SCATTERED,
      .varies = true,
      .residual = true},
+    {.name = "few tokens of three tiers, in turn",
+     .ranks = 2,
+     .experts = 8,
+     .top_k = 2,
+     .dtype = CUMOE_BF16,
+     .capacity = 150,
+     .tokens_max = 12,
+     .tokens = {12, 5},
+     .varies = true,
+     .exact = true,
+     .shared = true},
+    {.name = "sums of three tiers, in turn",
+     .ranks = 3,
+     .experts = 9,
+     .top_k = 3,
+     .dtype = CUMOE_BF16,
+     .hidden = 264,
+     .inter = 16,
+     .capacity = 70,
+     .tokens_max = 9,
+     .tokens = {9, 0, 7},
+     .spread = SCATTERED,
+     .varies = true},
     {.name = "few tokens in a last round, in parts",
      .ranks = 2,
      .lanes = 2,
@@ -2154,48 +2183,78 @@ static void few_on_gpus(cumoe_context context)
 
 /* ---- where everything lies ---- */
 
-/* Regions in their order, none over another, all aligned. */
+typedef struct regions {
+  uint64_t end;
+  bool right; /* in their order, none over another, all aligned */
+} regions;
+
+static void region(regions *r, uint64_t at, uint64_t bytes)
+{
+  r->right &= at >= r->end && at % EP_ALIGN == 0;
+  r->end = at + bytes;
+}
+
+static void segments(regions *r, const ep_shape *s, const ep_layout *l, int64_t tokens)
+{
+  const uint64_t slots = (uint64_t)s->ranks * (uint64_t)tokens, k = (uint64_t)s->top_k;
+  const uint64_t row = (uint64_t)s->hidden * (uint64_t)s->element;
+  region(r, l->lane + l->x, slots * row);
+  region(r, l->lane + l->ids, slots * k * 4);
+  region(r, l->lane + l->weights, slots * k * 4);
+  region(r, l->lane + l->y, slots * row * (s->exact ? k : 1));
+}
+
 static void check_layout(const ep_shape *s)
 {
-  const ep_layout l = ep_lay_out(s), few = ep_lay_out_few(s);
-  const uint64_t ranks = (uint64_t)s->ranks, slots = ranks * (uint64_t)s->capacity;
-  const uint64_t few_slots = ranks * (uint64_t)ep_few_tokens(s), answers = s->exact ? (uint64_t)s->top_k : 1;
-  const uint64_t row = (uint64_t)s->hidden * (uint64_t)s->element, packets = ranks * (uint64_t)s->packets;
-  const struct {
-    uint64_t at, bytes;
-  } regions[] = {{l.hello, ranks * EP_LINE},
-                 {l.abort, 8},
-                 {l.bases, ranks * 8},
-                 {l.every_expert, (uint64_t)s->experts * 4},
-                 {l.first_expert, (uint64_t)s->capacity * 4},
-                 {l.active, EP_MAX_RANKS / 8},
-                 {l.timeout, 8},
-                 {l.lane + l.exchange, 8},
-                 {l.lane + l.in, ranks * EP_LINE},
-                 {l.lane + l.back, ranks * EP_LINE},
-                 {l.lane + l.x, slots * row},
-                 {l.lane + l.ids, slots * (uint64_t)s->top_k * 4},
-                 {l.lane + l.weights, slots * (uint64_t)s->top_k * 4},
-                 {l.lane + l.y, slots * row * answers},
-                 {l.lane + l.slots, packets * (uint64_t)s->top_k * EP_PACKET},
-                 {l.lane + l.sums, packets * (uint64_t)ep_packet_row(s)},
-                 {l.lane + l.lines, packets * (uint64_t)ep_line_row(s)},
-                 {l.lane + few.x, few_slots * row},
-                 {l.lane + few.ids, few_slots * (uint64_t)s->top_k * 4},
-                 {l.lane + few.weights, few_slots * (uint64_t)s->top_k * 4},
-                 {l.lane + few.y, few_slots * row * answers}};
-  ep_layout others = few;
-  uint64_t end = 0;
-  for (size_t i = 0; i < sizeof regions / sizeof *regions; i++) {
-    CHECK(regions[i].at >= end && regions[i].at % EP_ALIGN == 0);
-    end = regions[i].at + regions[i].bytes;
+  const ep_layout l = ep_lay_out(s);
+  const ep_tiers tiers = ep_lay_out_tiers(s);
+  const uint64_t ranks = (uint64_t)s->ranks, packets = ranks * (uint64_t)s->packets;
+  regions r = {.right = true};
+  region(&r, l.hello, ranks * EP_LINE);
+  region(&r, l.abort, 8);
+  region(&r, l.bases, ranks * 8);
+  region(&r, l.every_expert, (uint64_t)s->experts * 4);
+  region(&r, l.first_expert, (uint64_t)s->capacity * 4);
+  region(&r, l.active, EP_MAX_RANKS / 8);
+  region(&r, l.timeout, 8);
+  region(&r, l.lane + l.exchange, 8);
+  region(&r, l.lane + l.in, ranks * EP_LINE);
+  region(&r, l.lane + l.back, ranks * EP_LINE);
+  segments(&r, s, &l, s->capacity);
+  region(&r, l.lane + l.slots, packets * (uint64_t)s->top_k * EP_PACKET);
+  region(&r, l.lane + l.sums, packets * (uint64_t)ep_packet_row(s));
+  region(&r, l.lane + l.lines, packets * (uint64_t)ep_line_row(s));
+  for (int32_t i = 0; i < tiers.count; i++) {
+    const ep_layout tier = ep_in_tier(l, &tiers.of[i]);
+    ep_layout others = tier;
+    if (i > 0) segments(&r, s, &tier, tiers.of[i].tokens);
+    others.x = l.x, others.ids = l.ids, others.weights = l.weights, others.y = l.y;
+    CHECK(memcmp(&others, &l, sizeof l) == 0 && (i > 0 || memcmp(&tier, &l, sizeof l) == 0));
   }
-  others.x = l.x, others.ids = l.ids, others.weights = l.weights, others.y = l.y;
-  CHECK(memcmp(&others, &l, sizeof l) == 0);
-  CHECK(ep_few_tokens(s) < s->capacity && ep_few_tokens(s) * s->ranks <= FEW_TOKENS);
-  CHECK(end <= l.lane + l.lane_bytes && l.lane_bytes % EP_ALIGN == 0);
+  CHECK(r.right);
+  CHECK(r.end <= l.lane + l.lane_bytes && l.lane_bytes % EP_ALIGN == 0);
   CHECK(l.bytes == l.lane + (uint64_t)s->lanes * l.lane_bytes && l.bytes < (uint64_t)1 << 62);
-  CHECK(l.bytes - end < EP_ALIGN + (uint64_t)(s->lanes - 1) * l.lane_bytes);
+  CHECK(l.bytes - r.end < EP_ALIGN + (uint64_t)(s->lanes - 1) * l.lane_bytes);
+}
+
+/* Fewer and fewer tokens, by four at most but for the last ones; what few serves is the last one; together a third of
+ * the room, and what decoding's sizes add. Each exchange has the least that holds it. */
+static void check_tiers(const ep_shape *s)
+{
+  const ep_tiers t = ep_lay_out_tiers(s);
+  const int64_t few = FEW_TOKENS / s->ranks;
+  int64_t all = 0;
+  CHECK(t.count >= 1 && t.count <= EP_TIERS && t.of[0].tokens == s->capacity);
+  for (int32_t i = 0; i < t.count; i++) {
+    const int64_t tokens = t.of[i].tokens, below = i + 1 < t.count ? t.of[i + 1].tokens : 0;
+    CHECK(tokens > below);
+    CHECK(tokens < 64 || tokens / 4 <= below);
+    CHECK(ep_tier_for(&t, tokens) == i && ep_tier_for(&t, below + 1) == i);
+    if (i > 0) all += tokens;
+  }
+  CHECK(ep_tier_for(&t, 1) == t.count - 1);
+  CHECK(few == 0 || (few < s->capacity ? t.of[t.count - 1].tokens == few : t.count == 1));
+  CHECK(all <= s->capacity / 3 + 72);
 }
 
 static void layouts(void)
@@ -2215,6 +2274,7 @@ static void layouts(void)
                             .capacity = i % 5 ? 1 + i * 7 % most : most};
         case_begin("%d ranks, top %d, %d", (int)ranks, (int)k, i);
         check_layout(&s);
+        check_tiers(&s);
         case_end();
       }
 }

@@ -448,37 +448,58 @@ static void lost_ranks_on_gpus(void)
 
 /* ---- where everything lies ---- */
 
-/* By the kernels' own sums: what a rank has for another is in that one's message, and goes to its own segment there. */
+typedef struct staged_pair {
+  const ep_shape *s;
+  const ep_staging *g;
+  uint64_t from, to; /* ranks */
+  uint64_t end;      /* of the pieces so far, in a message */
+  int count;
+  bool right;
+} staged_pair;
+
+/* By the kernels' own sums: what a rank has for another, in the array at `there`, is the message's next piece, and goes
+ * to its own segment in the array at `in_arena`. */
+static void next_piece(staged_pair *p, uint64_t there, uint64_t in_arena, uint64_t bytes)
+{
+  const ep_staging *g = p->g;
+  const uint64_t base = (p->to - p->from) * g->message_bytes; /* modulo 2^64, as addresses */
+  const int i = p->count++;
+  p->right &= base + there + p->from * bytes == g->messages + p->to * g->message_bytes + g->pieces[i].from;
+  p->right &= g->pieces[i].bytes == bytes && g->pieces[i].to == in_arena;
+  p->right &= g->pieces[i].from >= p->end && g->pieces[i].from % 16 == 0;
+  p->end = g->pieces[i].from + bytes;
+}
+
+static void next_tier(staged_pair *p, const ep_layout *to, const ep_layout *at, int64_t capacity)
+{
+  const uint64_t tokens = (uint64_t)capacity, row = (uint64_t)p->s->hidden * (uint64_t)p->s->element;
+  const uint64_t slots = tokens * (uint64_t)p->s->top_k * 4;
+  next_piece(p, to->lane + to->x, at->lane + at->x, tokens * row);
+  next_piece(p, to->lane + to->ids, at->lane + at->ids, slots);
+  next_piece(p, to->lane + to->weights, at->lane + at->weights, slots);
+  next_piece(p, to->lane + to->y, at->lane + at->y, tokens * row * (uint64_t)ep_answers(p->s));
+}
+
 static void check_messages(const ep_shape *s, int32_t from, int32_t other)
 {
   const ep_staging g = ep_lay_out_staging(s, from), peer = ep_lay_out_staging(s, other);
-  const uint64_t tokens = (uint64_t)s->capacity, row = (uint64_t)s->hidden * (uint64_t)s->element;
-  const uint64_t k = (uint64_t)s->top_k, self = (uint64_t)from, to = (uint64_t)other;
-  const struct {
-    uint64_t there, bytes; /* of the first rank; of a rank's segment */
-  } arrays[PIECES] = {[PIECE_HELLO] = {g.to.hello, EP_LINE},
-                      [PIECE_IN] = {g.to.lane + g.to.in, EP_LINE},
-                      [PIECE_BACK] = {g.to.lane + g.to.back, EP_LINE},
-                      [PIECE_X] = {g.to.lane + g.to.x, tokens * row},
-                      [PIECE_IDS] = {g.to.lane + g.to.ids, tokens * k * 4},
-                      [PIECE_WEIGHTS] = {g.to.lane + g.to.weights, tokens * k * 4},
-                      [PIECE_Y] = {g.to.lane + g.to.y, tokens * row * (uint64_t)ep_answers(s)}};
   const ep_layout at = ep_lay_out(s);
-  const uint64_t in_arena[PIECES] = {at.hello,         at.lane + at.in,      at.lane + at.back, at.lane + at.x,
-                                     at.lane + at.ids, at.lane + at.weights, at.lane + at.y};
-  uint64_t end = 0;
-  bool right = g.bytes == peer.bytes && g.messages >= g.to.bases + (uint64_t)s->ranks * 8 && g.to.bases >= at.bytes;
-  for (int i = 0; i < PIECES; i++) {
-    const uint64_t base = (to - self) * g.message_bytes; /* modulo 2^64, as addresses */
-    right &= base + arrays[i].there + self * arrays[i].bytes == g.messages + to * g.message_bytes + g.pieces[i].from;
-    right &= g.pieces[i].bytes == arrays[i].bytes && g.pieces[i].to == in_arena[i];
-    right &= g.pieces[i].from >= end && g.pieces[i].from % 16 == 0;
-    end = g.pieces[i].from + g.pieces[i].bytes;
+  const ep_tiers tiers = ep_lay_out_tiers(s);
+  staged_pair p = {.s = s, .g = &g, .from = (uint64_t)from, .to = (uint64_t)other, .right = true};
+  p.right &= g.bytes == peer.bytes && g.messages >= g.to.bases + (uint64_t)s->ranks * 8 && g.to.bases >= at.bytes;
+  next_piece(&p, g.to.hello, at.hello, EP_LINE);
+  next_piece(&p, g.to.lane + g.to.in, at.lane + at.in, EP_LINE);
+  next_piece(&p, g.to.lane + g.to.back, at.lane + at.back, EP_LINE);
+  for (int32_t t = 0; t < tiers.count; t++) {
+    const ep_layout to = ep_in_tier(g.to, &g.tiers.of[t]), own = ep_in_tier(at, &tiers.of[t]);
+    p.right &= to.x < g.bytes && g.tiers.of[t].tokens == tiers.of[t].tokens;
+    next_tier(&p, &to, &own, tiers.of[t].tokens);
   }
-  right &= end <= g.message_bytes && g.bytes == g.messages + (uint64_t)s->ranks * g.message_bytes;
+  p.right &= p.count == g.count && p.end <= g.message_bytes;
+  p.right &= g.bytes == g.messages + (uint64_t)s->ranks * g.message_bytes;
   /* The kernel that puts asks for the flags' lines ahead: within the arena. */
-  right &= at.lane + g.to.back + (uint64_t)s->ranks * EP_LINE <= g.bytes && g.to.back < g.bytes && g.to.x < g.bytes;
-  CHECK_MSG(right, "%d ranks, rank %d, message to %d", (int)s->ranks, (int)from, (int)other);
+  p.right &= at.lane + g.to.back + (uint64_t)s->ranks * EP_LINE <= g.bytes && g.to.back < g.bytes;
+  CHECK_MSG(p.right, "%d ranks, rank %d, message to %d", (int)s->ranks, (int)from, (int)other);
 }
 
 static void messages(void)

@@ -25,8 +25,9 @@
  *
  * Rounds. An exchange takes max_tokens tokens of each rank. More go in several exchanges: every rank says how many any
  * rank may have (tokens_max), and makes as many as that needs, also with fewer tokens, or none. What is said decides
- * how the experts run: up to 32 / ranks tokens have a place of their own in the arena, so that a group for many tokens
- * decodes as one for few does (not by NCCL, where messages are of fixed size).
+ * how the experts run and what is sent by NCCL: the arena has places for exchanges of fewer tokens as well, of a
+ * quarter of max_tokens, a quarter of that and so on, and the smallest that holds tokens_max is taken. So a group for
+ * many tokens decodes as one for few does, if it is told that they are few.
  *
  * Failure. Nobody waits for ever: a rank that does not answer within timeout_ns makes the one that waits give up, which
  * all ranks see in their own memory; they give up as well. On the CPU device all of them answer PEER with a text that
@@ -54,8 +55,8 @@
  * stream. Everything else is as above, with the same bits. No rank needs another's address: config.arenas is not looked
  * at, config.comm is the engine's communicator, of NCCL 2.7.3 or newer, 2.9 for captures, which blocks. NCCL is opened
  * at run time, nothing links it. What is different:
- *   bytes     always max_tokens tokens to each rank, whatever there is to say, DEDUP or not: a group of few tokens
- *             for decoding, another one for the rest. The arena is about twice as large
+ *   bytes     to each rank always as many tokens as the place holds that tokens_max falls to ("Rounds"), up to four
+ *             times as many, whatever there is to say, DEDUP or not. The arena is about twice as large
  *   calls     NCCL's own rules: work of one communicator in the same order on all ranks, captured by all or none, by
  *             one thread at a time. One lane (NOT_SUPPORTED); a second group, of a second communicator, is another
  *   failure   NCCL waits without limit for a rank that does not come: to notice, and to end the communicator
@@ -122,8 +123,8 @@ typedef struct cumoe_group_config {
 
 /*
  * Bytes of a rank's arena: exact, a pure function of the plan's shape, ranks, lanes, max_tokens and flags; rank,
- * arenas, comm and nccl are not looked at. About lanes * ranks * C * (2 H element + 8 k), with EXACT (1 + k) H instead
- * of 2 H; by NCCL twice that.
+ * arenas, comm and nccl are not looked at. About 4/3 lanes * ranks * C * (2 H element + 8 k), with EXACT (1 + k) H
+ * instead of 2 H; by NCCL twice that.
  */
 CUMOE_CHECKED cumoe_status cumoe_ep_arena(cumoe_plan plan, const cumoe_group_config *config, size_t *bytes);
 

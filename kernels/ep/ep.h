@@ -7,8 +7,10 @@
  *   y                segment s = what rank s answers for this rank's tokens, row for row; written by rank s
  * ids are the reader's local experts, or -1. Sender and reader share the number of a token, so no index travels: by
  * gathering its number in the round; by dedup how many tokens the reader has got before it, which the sender alone must
- * know. Exchanges that all ranks know to be of few tokens have a second set of these segments, for so few, behind all
- * else of the lane (ep_few_tokens in host/ep.h): a kernel sees other offsets and another capacity, and nothing else.
+ * know. There are several such sets of segments, each for a quarter of the tokens of the one before (tiers, host/ep.h):
+ * an exchange takes the smallest that holds what all ranks know to come; a kernel sees other offsets and another
+ * capacity, and nothing else. Flags and packets are one for all: nothing is read of a segment beyond what the flags of
+ * this exchange tell of, so what others have left, here or in another set, is never seen.
  *
  * A flag is a word {exchange : 32, tokens : 32} in the reader's arena, one a writer, stored with release after the data
  * and read with acquire before them. On GPUs it is EP_FLAG_WORDS of them in a line, which says n when all do: up to so
