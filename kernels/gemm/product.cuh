@@ -19,6 +19,7 @@ template <row_source SOURCE_, int HALVES_, epilogue EPILOGUE_> struct operation 
   static constexpr bool KEEPS = false; /* what the activation gets is a result, too */
   static constexpr bool DRAWS = false; /* units are drawn, whoever ran before; see wgmma_unit for what is left over */
   static constexpr bool ACTIVATES = false; /* sums are d h: results are h and d z */
+  static constexpr bool PARKS = false;     /* others store a tile while consumers multiply the next one */
 };
 using operation_up = operation<SOURCE_gathered, 2, EPILOGUE_activation>;
 struct operation_up_keep : operation_up {
@@ -26,7 +27,7 @@ struct operation_up_keep : operation_up {
 };
 using operation_down = operation<SOURCE_in_order, 1, EPILOGUE_plain>;
 struct operation_down_drawn : operation_down {
-  static constexpr bool DRAWS = true;
+  static constexpr bool DRAWS = true, PARKS = true;
 };
 struct operation_down_activated : operation_down_drawn {
   static constexpr bool ACTIVATES = true;

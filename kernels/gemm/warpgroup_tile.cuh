@@ -41,7 +41,7 @@ template <class PRODUCT, int BM_, int BN, int BK_, int STAGES_, int WARPS> struc
   static constexpr bool PACKED = false;
   static constexpr int LINES = 1, LINE = BK, WEIGHT_LINE = BK;
   static constexpr int STAGED = 1; /* 512 bytes of outputs that a warp stages */
-  static_assert(BK * BITS == WGMMA_BK * 16 && THREADS == (CONSUMERS + 1 + PRODUCT::ACTIVATES) * GROUP,
+  static_assert(BK * BITS == WGMMA_BK * 16 && THREADS == (CONSUMERS + 1 + PRODUCT::PARKS) * GROUP,
                 "a swizzle line of k; three warpgroups, one more that finishes tiles");
   static_assert(BM % WGMMA_STEP == 0 && BM <= 256, "whole wgmma operands");
   static_assert(COLUMNS % (BLOCK * CONSUMERS) == 0 && UNITS_AHEAD > STAGES, "whole blocks; see there");

@@ -39,7 +39,7 @@ struct wgmma_shape : pipeline_shape<PRODUCT, BM, BN, BK, STAGES, WARPS> {
   static constexpr int HELPERS = 0;              /* warps of producers that arrive at a stage's `full`, too */
   static constexpr bool FINDS = PRODUCT::SCALED; /* a warp of producers finds units while another copies stages */
   /* 384 threads start with 168 each, 512 with 128. */
-  static constexpr int CONSUMER_REGISTERS = PRODUCT::ACTIVATES ? 160 : 224, PRODUCER_REGISTERS = 56,
+  static constexpr int CONSUMER_REGISTERS = PRODUCT::PARKS ? 160 : 224, PRODUCER_REGISTERS = 56,
                        FINISHER_REGISTERS = 136;
 
   /* Gathering: 8 threads copy the 128 bytes of a row. */
@@ -594,7 +594,7 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
     if (channel0 >= args.g.n) {
       if constexpr (S::WOVEN) scales.skip_unit();
       skip<S>(args.g, smem, at);
-      if constexpr (S::ACTIVATES) end_parking<S>(smem, turn);
+      if constexpr (S::PARKS) end_parking<S>(smem, turn);
       continue;
     }
     float acc[S::BLOCKS][S::ACCUMULATORS] = {}; /* anew: kept from tile to tile, ptxas would move them amid wgmmas */
@@ -612,8 +612,8 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
       const int consumer = (int)tid_x() / S::GROUP - 1, each = wgmma_channels<S>(args.g) / S::CONSUMERS;
       store_tile<S>(args.g, args.up_first, smem.staging, stored, consumer,
                     {(stored.n * S::CONSUMERS + consumer) * each, args.g.n}, acc);
-    } else if constexpr (S::ACTIVATES) {
-      park<S>(args.g, smem, smem.units[slot].rows, group, turn, acc);
+    } else if constexpr (S::PARKS) {
+      park<S>(args.g, smem, smem.units[slot], group, turn, acc);
     } else if constexpr (S::KEEPS) {
       store_kept<S>(args, smem.staging, unit, group, {channel0, args.g.n}, acc);
     } else {
@@ -622,7 +622,7 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
     if (S::GATHERED && args.g.protocol.by_expert)
       add_tile_stored<S>(args.g, smem.units[slot], S::PACKED ? (int)tid_x() / S::GROUP - 1 : group, false);
   }
-  if constexpr (S::ACTIVATES) end_parking<S>(smem, turn);
+  if constexpr (S::PARKS) end_parking<S>(smem, turn);
 }
 
 template <class S>
@@ -643,7 +643,7 @@ DEVICE void wgmma_gemm(const gemm_sm90_args &args, wgmma_smem<S> &smem, const co
       mbarrier_init(&smem.found_ready, 1);
       mbarrier_init(&smem.found_taken, WARP_SIZE);
     }
-    if constexpr (S::ACTIVATES) {
+    if constexpr (S::PARKS) {
       mbarrier_init(&smem.parked_full, S::CONSUMERS * S::GROUP / WARP_SIZE);
       mbarrier_init(&smem.parked_empty, S::GROUP / WARP_SIZE);
     }
@@ -656,9 +656,12 @@ DEVICE void wgmma_gemm(const gemm_sm90_args &args, wgmma_smem<S> &smem, const co
   if (threadIdx.x < S::GROUP) {
     setmaxnreg_dec<S::PRODUCER_REGISTERS>();
     produce<S>(args, smem, beside);
-  } else if (S::ACTIVATES && threadIdx.x >= S::GROUP * (S::CONSUMERS + 1)) {
-    setmaxnreg_dec<S::FINISHER_REGISTERS>();
-    if constexpr (S::ACTIVATES) finish_tiles<S>(activated_of<S>(args), smem, smem);
+  } else if (S::PARKS && threadIdx.x >= S::GROUP * (S::CONSUMERS + 1)) {
+    setmaxnreg_inc<S::FINISHER_REGISTERS>(); /* from 128 */
+    if constexpr (S::ACTIVATES)
+      finish_tiles<S>(activated_of<S>(args), smem, smem);
+    else if constexpr (S::PARKS)
+      move_tiles<S>(args.g, smem, smem);
   } else {
     setmaxnreg_inc<S::CONSUMER_REGISTERS>();
     consume<S>(args, smem);
