@@ -27,10 +27,10 @@ struct operation_up_keep : operation_up {
 };
 using operation_down = operation<SOURCE_in_order, 1, EPILOGUE_plain>;
 struct operation_down_drawn : operation_down {
-  static constexpr bool DRAWS = true, PARKS = true;
+  static constexpr bool DRAWS = true;
 };
 struct operation_down_activated : operation_down_drawn {
-  static constexpr bool ACTIVATES = true;
+  static constexpr bool ACTIVATES = true, PARKS = true;
 };
 
 template <class X_, class W_, class Y_, scale_case SCALE_, class OPERATION_> struct product : OPERATION_ {
