@@ -8,7 +8,7 @@
 #define CUMOE_ACTIVATED_CUH
 
 #include "backward/slope.cuh"
-#include "gemm/warpgroup_tile.cuh"
+#include "gemm/parked.cuh"
 
 template <class S> DEVICE const down_activated_args &activated_of(const gemm_sm90_args &args)
 {
@@ -22,15 +22,6 @@ DEVICE int64_t first_kept(const down_activated_args &args, const tile_unit &unit
   const int64_t first = (int64_t)args.z_offsets[unit.expert] + (unit.row - args.drawn.gemm.g.offsets[unit.expert]);
   return first + unit.rows <= args.z_rows ? first : -1;
 }
-
-/* A tile's d h between consumers and finishers: rows of the tile's channels, of which vector v of row r is at
- * v ^ r % 8. */
-template <class S, bool PARKS = S::PARKS> struct parked_tile {
-};
-template <class S> struct parked_tile<S, true> {
-  alignas(16) typename S::Y parked[S::BM * S::COLUMNS];
-  uint64_t parked_full, parked_empty;
-};
 
 /* Gate and up of a vector of d h become d z, d h becomes h; w: the token's weight. Returns <d h, h>. */
 template <class Y, finish_kind KIND>
@@ -61,70 +52,6 @@ DEVICE float activate_vectors(const gemm_args &args, const uint4 &d_h, float w, 
     ups = pack_pair<Y>(d_up[0], d_up[1]);
   }
   return along;
-}
-
-/* A consumer warp is through with what it parks. */
-template <class S> DEVICE void end_parking(parked_tile<S> &smem, uint32_t turn)
-{
-  wait_for(&smem.parked_empty, turn ^ 1);
-  __syncwarp();
-  if (lane_id() == 0) mbarrier_arrive(&smem.parked_full);
-}
-
-/* A consumer's sums of a tile's `rows`, rounded. */
-template <class S>
-DEVICE void park(const gemm_args &args, parked_tile<S> &smem, const tile_unit &unit, int group, uint32_t turn,
-                 const float (&acc)[S::BLOCKS][S::ACCUMULATORS])
-{
-  static_assert(S::OCTETS == 4 && sizeof(typename S::Y) == 2, "an stmatrix has all octets of 8 tokens");
-  constexpr int LINE = S::COLUMNS * 2; /* bytes */
-  const int octet = lane_id() / 8, token = lane_id() % 8;
-  const channel_span span = span_of_warp<S>(args, {group * (S::COLUMNS / S::CONSUMERS), S::COLUMNS});
-  const int of_unit = unit.n * S::COLUMNS;
-  const row_bias<S> bias(args, unit.expert, {of_unit + span.first, args.n});
-  const int vector = (span.first + octet_channel<S>(args, octet)) / 8;
-  const uint32_t to = shared_address(smem.parked) + token * LINE + (vector ^ token) * 16;
-  wait_for(&smem.parked_empty, turn ^ 1);
-#pragma unroll
-  for (int j = 0; j < S::BM / 8; j++) {
-    if (j * 8 >= unit.rows) break;
-    uint32_t packed[4];
-#pragma unroll
-    for (int g = 0; g < 4; g++)
-      packed[g] = pack_pair<typename S::Y>(weighted(accumulator_of<S>(acc, g, j, 0), 1.f, 1.f, bias.of[g]),
-                                          weighted(accumulator_of<S>(acc, g, j, 1), 1.f, 1.f, bias.of[g]));
-    stmatrix_x4_trans(to + j * 8 * LINE, packed);
-  }
-  end_parking<S>(smem, turn);
-}
-
-/* By a warpgroup of its own: tiles go to memory as they are. */
-template <class S>
-DEVICE void move_tiles(const gemm_args &args, const pipeline_smem<S> &smem, parked_tile<S> &tile)
-{
-  constexpr int LINE = S::COLUMNS / 8, WARPS = S::GROUP / WARP_SIZE, EACH = 4;
-  static_assert(LINE == WARP_SIZE, "a warp has a row's vectors");
-  const uint4 *parked = reinterpret_cast<const uint4 *>(tile.parked);
-  uint32_t turn = 0;
-#pragma unroll 1
-  for (int slot = 0;; slot = (slot + 1) % UNITS_AHEAD, turn ^= 1) {
-    wait_for(&tile.parked_full, turn);
-    const tile_unit unit = smem.units[slot];
-    if (unit.expert < 0) return;
-    const int channel = unit.n * S::COLUMNS + lane_id() * 8, first = warp_id() % WARPS;
-    const int rows = channel < args.n ? unit.rows : 0;
-    typename S::Y *to = static_cast<typename S::Y *>(args.c) + (int64_t)(unit.row + first) * args.c_ld + channel;
-#pragma unroll 1
-    for (int row = first; row < rows; row += EACH * WARPS) {
-#pragma unroll
-      for (int i = 0; i < EACH; i++, to += WARPS * args.c_ld) {
-        const int at = row + i * WARPS;
-        if (at < rows) st_global_16(to, parked[at * LINE + (lane_id() ^ at % 8)], args.protocol.evict_last);
-      }
-    }
-    __syncwarp(); /* all lanes have read it */
-    if (lane_id() == 0) mbarrier_arrive(&tile.parked_empty);
-  }
 }
 
 /* What a finisher's lane reads and writes of a row: a vector of channels. Rows go to warps in turn. */
@@ -205,11 +132,9 @@ template <class S> struct finisher {
 };
 
 template <class S, finish_kind KIND>
-DEVICE void finish_tile(const down_activated_args &args, const parked_tile<S> &smem, const tile_unit &unit)
+DEVICE void finish_tile(const down_activated_args &args, const parked_tile<S> &tile, const tile_unit &unit)
 {
   using lane = finisher<S>;
-  constexpr int LINE = S::COLUMNS / 8; /* vectors */
-  const uint4 *parked = reinterpret_cast<const uint4 *>(smem.parked);
   typename lane::kept_row rows[lane::AHEAD];
   lane of(args, unit);
 #pragma unroll
@@ -220,7 +145,7 @@ DEVICE void finish_tile(const down_activated_args &args, const parked_tile<S> &s
     for (int i = 0; i < lane::AHEAD; i++) {
       if (of.left <= 0) break;
       const int at = row + i * lane::WARPS;
-      of.template finish<KIND>(parked[at * LINE + (lane_id() ^ at % 8)], rows[i]);
+      of.template finish<KIND>(parked_vector<S>(tile, at, lane_id()), rows[i]);
       of.ask(rows[i]); /* in place: what is moved is waited for */
     }
 }
@@ -241,8 +166,7 @@ DEVICE void finish_tiles(const down_activated_args &args, const pipeline_smem<S>
       finish_tile<S, FINISH_silu>(args, tile, unit);
     else
       finish_tile<S, FINISH_swiglu>(args, tile, unit);
-    __syncwarp(); /* all lanes have read it */
-    if (lane_id() == 0) mbarrier_arrive(&tile.parked_empty);
+    release_parked<S>(tile);
   }
 }
 

@@ -23,7 +23,7 @@ template <row_source SOURCE_, int HALVES_, epilogue EPILOGUE_> struct operation 
 };
 using operation_up = operation<SOURCE_gathered, 2, EPILOGUE_activation>;
 struct operation_up_keep : operation_up {
-  static constexpr bool KEEPS = true;
+  static constexpr bool KEEPS = true, PARKS = true;
 };
 using operation_down = operation<SOURCE_in_order, 1, EPILOGUE_plain>;
 struct operation_down_drawn : operation_down {

@@ -613,13 +613,11 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
       store_tile<S>(args.g, args.up_first, smem.staging, stored, consumer,
                     {(stored.n * S::CONSUMERS + consumer) * each, args.g.n}, acc);
     } else if constexpr (S::PARKS) {
-      park<S>(args.g, smem, smem.units[slot], group, turn, acc);
-    } else if constexpr (S::KEEPS) {
-      store_kept<S>(args, smem.staging, unit, group, {channel0, args.g.n}, acc);
+      park<S>(args.g, args.up_first, smem, smem.units[slot], group, turn, acc);
     } else {
       store_tile<S>(args.g, args.up_first, smem.staging, unit, group, {channel0, args.g.n}, acc);
     }
-    if (S::GATHERED && args.g.protocol.by_expert)
+    if (S::GATHERED && !S::PARKS && args.g.protocol.by_expert)
       add_tile_stored<S>(args.g, smem.units[slot], S::PACKED ? (int)tid_x() / S::GROUP - 1 : group, false);
   }
   if constexpr (S::PARKS) end_parking<S>(smem, turn);
@@ -660,8 +658,8 @@ DEVICE void wgmma_gemm(const gemm_sm90_args &args, wgmma_smem<S> &smem, const co
     setmaxnreg_inc<S::FINISHER_REGISTERS>(); /* from 128 */
     if constexpr (S::ACTIVATES)
       finish_tiles<S>(activated_of<S>(args), smem, smem);
-    else if constexpr (S::PARKS)
-      move_tiles<S>(args.g, smem, smem);
+    else if constexpr (S::KEEPS)
+      finish_kept_tiles<S>(args, smem, smem);
   } else {
     setmaxnreg_inc<S::CONSUMER_REGISTERS>();
     consume<S>(args, smem);
