@@ -369,6 +369,7 @@ cumoe_status encode_maps(struct context *context, const launch_step *s, mapped_a
   if (!v) return CUMOE_OK;
   const bool done = v->op == OP_router            ? tmap_encode_router(context->encode_tiled, v, &args->router)
                     : v->op == OP_weight_gradient ? tmap_encode_gradient(context->encode_tiled, v, &args->gradient)
+                    : v->op == OP_down_activated  ? tmap_encode_activated(context->encode_tiled, v, &args->activated)
                                                   : tmap_encode(context->encode_tiled, v, &args->gemm);
   return encoded(v, done);
 }

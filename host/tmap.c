@@ -163,6 +163,20 @@ bool tmap_encode(void (*encoder)(void), const variant *v, gemm_sm90_args *args)
   return encode(encoder, rows, &a, args->rows);
 }
 
+bool tmap_encode_activated(void (*encoder)(void), const variant *v, down_activated_args *args)
+{
+  const gemm_sm90_args *gemm = &args->drawn.gemm;
+  const char *gate = gemm->z[0], *up = gemm->z[1];
+  const tensor z = {
+      .base = gate < up ? gate : up,
+      .rank = 2,
+      .size = {(uint64_t)gemm->z_ld, (uint64_t)args->z_rows},
+      .stride = {1, gemm->z_ld},
+      .box = {KEPT_WIDE, KEPT_TOKENS},
+  };
+  return encode(encoder, dense_format(gemm->g.dtype), &z, args->kept) && tmap_encode(encoder, v, &args->drawn.gemm);
+}
+
 bool tmap_encode_few(void (*encoder)(void), few_sm90_args *args)
 {
   const gemm_args *up = &args->f.up, *down = &args->f.down;

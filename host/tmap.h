@@ -15,6 +15,9 @@ bool tmap_serves(const expert_matrix *b, int32_t n, int32_t experts, bool gated)
  * gathered. `encoder` is the driver's cuTensorMapEncodeTiled. False if it refuses. */
 bool tmap_encode(void (*encoder)(void), const variant *v, gemm_sm90_args *args);
 
+/* The same, and of kept z. */
+bool tmap_encode_activated(void (*encoder)(void), const variant *v, down_activated_args *args);
+
 /* The same for up and down of few_up, both N-major. */
 bool tmap_encode_few(void (*encoder)(void), few_sm90_args *args);
 

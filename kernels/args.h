@@ -409,6 +409,9 @@ typedef struct down_drawn_args {
 enum { ALONG_PART = 32 }; /* channels */
 #define ALONG_PARTS(n) (((n) + 4 * ALONG_PART - 1) / (4 * ALONG_PART) * 4)
 
+/* Boxes of its tensor map: channels, tokens. */
+enum { KEPT_WIDE = 64, KEPT_TOKENS = 48 };
+
 typedef struct down_activated_args {
   down_drawn_args drawn;
   void *d_z[2];
@@ -417,6 +420,7 @@ typedef struct down_activated_args {
   float *along; /* [rows, ALONG_PARTS(n)] */
   int64_t z_rows;
   float scale;
+  unsigned char kept[128] __attribute__((aligned(64))); /* tensor map of z: (column of both halves, row) */
 } down_activated_args;
 
 enum { WGMMA_BK = 64, WGMMA_STEP = 16 };

@@ -789,7 +789,7 @@ static void test_drawn_rows(rng *r)
     const int32_t got = choose(&m, &s);
     case_begin("%s", shape_name(&g, &s));
     if (CHECK(down >= 0 && got >= 0 && variants[down].form == FORM_wgmma)) {
-      CHECK(variants[got].form == FORM_wgmma && variants[got].bn == variants[down].bn);
+      CHECK(variants[got].bm == variants[down].bm && variants[got].bn == variants[down].bn);
       chosen[got] = true;
       check_gemm_grid(r, &g, &variants[got], &s, grid_size(&m, &variants[got], &s));
     }

@@ -1,14 +1,13 @@
 /*
- * The epilogue of a d h of which the backward wants no more than the activation's gradient. Consumers leave a tile's sums,
- * rounded, in shared memory, and go on to the next tile; a warpgroup of finishers makes h and d z of them meanwhile, and
- * z comes and results go by whole rows of a tile, 512 bytes at a time. On its own the activation's gradient would read d h
- * again, which this does not even write.
+ * The epilogue of a d h of which the backward wants no more than the activation's gradient: z comes from memory, h and
+ * d z go there, in vectors of 8 channels, as a warp's staging has them. On its own the activation's gradient would read
+ * d h again, which this does not even write.
  */
 #ifndef CUMOE_ACTIVATED_CUH
 #define CUMOE_ACTIVATED_CUH
 
 #include "backward/slope.cuh"
-#include "gemm/parked.cuh"
+#include "gemm/warpgroup_tile.cuh"
 
 template <class S> DEVICE const down_activated_args &activated_of(const gemm_sm90_args &args)
 {
@@ -54,120 +53,182 @@ DEVICE float activate_vectors(const gemm_args &args, const uint4 &d_h, float w, 
   return along;
 }
 
-/* What a finisher's lane reads and writes of a row: a vector of channels. Rows go to warps in turn. */
-template <class S> struct finisher {
+/*
+ * z comes the way that operands come: behind a tile's products the pipeline has COUNT stages of its tokens' gate and
+ * up, TOKENS each, and their weights. A stage is boxes of 64 channels x TOKENS, swizzled: those of gate, then those of
+ * up, first where weights would be, then where rows would.
+ */
+template <class S> struct kept_stage {
   using Y = typename S::Y;
-  static constexpr int WARPS = S::GROUP / WARP_SIZE, AHEAD = 4; /* rows whose z is asked for */
-  static_assert(S::COLUMNS == WARP_SIZE * 8 && WARPS == 4, "a warp has a row's vectors");
-  struct kept_row {
-    uint4 gate, up;
-    float weight;
-  };
-  const down_activated_args &a;
-  const Y *z;     /* gate of the next row to be asked for */
-  const float *w; /* its weight */
-  Y *h, *d_z;     /* of the next row to be finished */
-  float *along;
-  int32_t asked, left; /* rows of the tile from those on */
-  bool there, inside, sums;
+  static constexpr int TOKENS = KEPT_TOKENS, COUNT = KEPT_STAGES<S>, GROUPS = TOKENS / 8;
+  static constexpr int WIDE = KEPT_WIDE, LINE = WIDE * 2, BOX = TOKENS * LINE; /* channels; bytes */
+  static constexpr int BOXES = S::COLUMNS / WIDE;                              /* of each half */
+  static constexpr int WITH_WEIGHTS = (S::COLUMNS * S::BK * 2 - TOKENS * 4) / BOX;
+  static_assert(sizeof(Y) == 2 && BOX % 1024 == 0 && (2 * BOXES - WITH_WEIGHTS) * BOX <= S::BM * S::BK * 2,
+                "what a stage has");
 
-  DEVICE static char *bytes(void *p) { return static_cast<char *>(p); }
-  DEVICE static int64_t between(const void *from, const void *to)
+  DEVICE static char *box(pipeline_smem<S> &smem, int stage, int index)
   {
-    return static_cast<const char *>(to) - static_cast<const char *>(from);
+    return index < WITH_WEIGHTS ? reinterpret_cast<char *>(smem.weights[stage]) + index * BOX
+                                : reinterpret_cast<char *>(smem.rows[stage]) + (index - WITH_WEIGHTS) * BOX;
   }
-
-  DEVICE finisher(const down_activated_args &args, const tile_unit &unit) : a(args)
+  DEVICE static float *weights(pipeline_smem<S> &smem, int stage)
   {
-    const gemm_sm90_args &gemm = args.drawn.gemm;
-    const int first = warp_id() % WARPS, channel = unit.n * S::COLUMNS + lane_id() * 8,
-              part = unit.n * (S::COLUMNS / ALONG_PART) + lane_id() / 4;
-    const int64_t kept = first_kept(args, unit), row = unit.row + first;
-    there = kept >= 0;
-    inside = channel < gemm.g.n;
-    sums = lane_id() % 4 == 0 && part < ALONG_PARTS(gemm.g.n);
-    asked = left = unit.rows - first;
-    z = static_cast<const Y *>(gemm.z[0]) + (kept + first) * gemm.z_ld + channel;
-    w = args.row_weight + row;
-    h = static_cast<Y *>(gemm.g.c) + row * gemm.g.c_ld + channel;
-    d_z = static_cast<Y *>(args.d_z[0]) + row * gemm.z_ld + channel;
-    along = args.along + row * ALONG_PARTS(gemm.g.n) + part;
-  }
-
-  DEVICE void ask(kept_row &row)
-  {
-    const gemm_sm90_args &gemm = a.drawn.gemm;
-    const bool reads = there && asked > 0;
-    row.gate = ld_global_no_allocate(reinterpret_cast<const uint4 *>(z), reads && inside);
-    row.up = ld_global_no_allocate(
-        reinterpret_cast<const uint4 *>(reinterpret_cast<const char *>(z) + between(gemm.z[0], gemm.z[1])),
-        reads && inside);
-    row.weight = reads ? __ldg(w) : 0.f;
-    z += WARPS * gemm.z_ld;
-    w += WARPS;
-    asked -= WARPS;
-  }
-
-  template <finish_kind KIND> DEVICE void finish(const uint4 &d_h, const kept_row &row)
-  {
-    const gemm_args &g = a.drawn.gemm.g;
-    const uint4 none = {0, 0, 0, 0};
-    uint4 activated, gate = row.gate, up = row.up;
-    float sum = activate_vectors<Y, KIND>(g, d_h, row.weight, a.scale, activated, gate, up);
-    if (row.weight == 0) activated = gate = up = none; /* whatever z is */
-    if (!inside) sum = 0;
-#pragma unroll
-    for (int distance = 1; distance < 4; distance *= 2) sum += __shfl_xor_sync(ALL_LANES, sum, distance);
-    if (inside) {
-      st_global_16(h, activated, false);
-      st_global_16(d_z, gate, false);
-      st_global_16(bytes(d_z) + between(a.d_z[0], a.d_z[1]), up, false);
-    }
-    if (sums) *along = a.scale * sum;
-    h += WARPS * g.c_ld;
-    d_z += WARPS * a.drawn.gemm.z_ld;
-    along += WARPS * ALONG_PARTS(g.n);
-    left -= WARPS;
+    return reinterpret_cast<float *>(reinterpret_cast<char *>(smem.weights[stage]) + WITH_WEIGHTS * BOX);
   }
 };
 
-template <class S, finish_kind KIND>
-DEVICE void finish_tile(const down_activated_args &args, const parked_tile<S> &tile, const tile_unit &unit)
+/* Of the two halves in a row of z, the columns of gate (0) or up. */
+template <class S> DEVICE int32_t kept_column(const gemm_sm90_args &args, int half)
 {
-  using lane = finisher<S>;
-  typename lane::kept_row rows[lane::AHEAD];
-  lane of(args, unit);
-#pragma unroll
-  for (int i = 0; i < lane::AHEAD; i++) of.ask(rows[i]);
-#pragma unroll 1
-  for (int row = warp_id() % lane::WARPS; row < unit.rows; row += lane::AHEAD * lane::WARPS)
-#pragma unroll
-    for (int i = 0; i < lane::AHEAD; i++) {
-      if (of.left <= 0) break;
-      const int at = row + i * lane::WARPS;
-      of.template finish<KIND>(parked_vector<S>(tile, at, lane_id()), rows[i]);
-      of.ask(rows[i]); /* in place: what is moved is waited for */
-    }
+  return args.z[half] > args.z[1 - half] ? (int32_t)(args.z_ld / 2) : 0;
 }
 
-/* By a warpgroup of its own. */
+/* A tile's stages of z, by a whole warp. Both CTAs of a cluster have as many, whatever they have of rows. Boxes may
+ * reach into what is not the tile's, which nobody reads. */
 template <class S>
-DEVICE void finish_tiles(const down_activated_args &args, const pipeline_smem<S> &smem, parked_tile<S> &tile)
+DEVICE void produce_kept(const down_activated_args &args, pipeline_smem<S> &smem, const tile_unit &unit,
+                         pipeline_state<S::STAGES> &at)
+{
+  using kept = kept_stage<S>;
+  const gemm_sm90_args &gemm = args.drawn.gemm;
+  const int64_t first = first_kept(args, unit);
+  const int channel = unit.n * S::COLUMNS, channels = first < 0 ? 0 : gemm.g.n - channel;
+  const int boxes = channels > 0 ? min(ceil_div(channels, (int)kept::WIDE), (int)kept::BOXES) : 0;
+#pragma unroll 1
+  for (int token0 = 0; token0 < kept::COUNT * kept::TOKENS; token0 += kept::TOKENS, at.advance()) {
+    const int tokens = boxes ? min(max(unit.rows - token0, 0), (int)kept::TOKENS) : 0;
+    wait_for(&smem.empty[at.stage], at.phase ^ 1);
+    if (elect_one()) {
+      const uint32_t weights = round_up(tokens, 4) * (uint32_t)sizeof(float);
+      uint64_t *full = &smem.full[at.stage];
+      mbarrier_arrive_expect_tx(full, tokens ? 2 * boxes * kept::BOX + weights : 0);
+      if (tokens) cp_async_bulk(kept::weights(smem, at.stage), args.row_weight + unit.row + token0, weights, full);
+#pragma unroll 1
+      for (int i = 0; i < (tokens ? 2 * boxes : 0); i++) {
+        const int half = i >= boxes, box = i - half * boxes;
+        cp_async_bulk_tensor_2d(kept::box(smem, at.stage, half * kept::BOXES + box), args.kept,
+                                kept_column<S>(gemm, half) + channel + box * kept::WIDE, (int32_t)first + token0, full);
+      }
+    }
+    __syncwarp();
+  }
+}
+
+/* A lane has a token of each group, and an octet of channels: lanes that read or write shared memory at a time have one
+ * octet. Places advance from token group to token group: addresses worked out from their numbers take registers. */
+template <class S> struct activated_store : warp_store<S, S::OCTETS> {
+  using base = warp_store<S, S::OCTETS>;
+  using kept = kept_stage<S>;
+  using Y = typename S::Y;
+  const down_activated_args &a;
+  Y *h, *d_z;
+  float *along;
+  int32_t left,       /* of the tile's tokens that follow, this lane's first */
+      box, offset;    /* of gate in a stage; of the lane's vector in it, in bytes */
+  bool there, inside; /* z is; this lane has channels; `along` has a part of a warp that has none, too */
+
+  DEVICE static int token() { return lane_id() % 8; }
+  DEVICE static int octet() { return lane_id() / 8; }
+
+  DEVICE activated_store(const down_activated_args &args, const tile_unit &unit, uint4 *staging, channel_span span,
+                         int32_t part)
+      : base(staging), a(args)
+  {
+    const gemm_args &g = args.drawn.gemm.g;
+    const int channel = span.first + octet_channel<S>(g, octet()), in_tile = channel - unit.n * S::COLUMNS;
+    const int64_t row = unit.row + token();
+    left = unit.rows - token();
+    box = in_tile / kept::WIDE;
+    offset = token() * kept::LINE + ((in_tile % kept::WIDE / 8) ^ token()) * 16;
+    there = first_kept(args, unit) >= 0;
+    inside = channel < span.end;
+    h = static_cast<Y *>(g.c) + row * g.c_ld + channel;
+    d_z = static_cast<Y *>(args.d_z[0]) + row * args.drawn.gemm.z_ld + channel;
+    along = args.along + row * ALONG_PARTS(g.n) + part;
+  }
+
+  DEVICE static char *bytes(void *p) { return static_cast<char *>(p); }
+
+  DEVICE uint4 kept_vector(pipeline_smem<S> &smem, int stage, int half, int group) const
+  {
+    return *reinterpret_cast<const uint4 *>(kept::box(smem, stage, half * kept::BOXES + box) + offset +
+                                            group * 8 * kept::LINE);
+  }
+
+  /* Token group `group` of a stage. */
+  template <finish_kind KIND> DEVICE void finish(pipeline_smem<S> &smem, int stage, int group, const uint4 &packed)
+  {
+    const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
+    const float w = there ? kept::weights(smem, stage)[group * 8 + token()] : 0.f;
+    uint4 activated, gate, up;
+    this->stage(words);
+    const uint4 d_h = *this->staged_vector(token(), octet()), none = {0, 0, 0, 0};
+    gate = kept_vector(smem, stage, 0, group);
+    up = kept_vector(smem, stage, 1, group);
+    float sum = activate_vectors<Y, KIND>(a.drawn.gemm.g, d_h, w, a.scale, activated, gate, up);
+    if (w == 0) activated = gate = up = none; /* whatever z is */
+    if (!inside) sum = 0;
+#pragma unroll
+    for (int distance = 8; distance < WARP_SIZE; distance *= 2) sum += __shfl_xor_sync(ALL_LANES, sum, distance);
+    if (left > 0 && inside) {
+      st_global_16(h, activated, false);
+      st_global_16(d_z, gate, false);
+      st_global_16(bytes(d_z) + (bytes(a.d_z[1]) - bytes(a.d_z[0])), up, false);
+    }
+    if (left > 0 && octet() == 0) *along = a.scale * sum;
+    h += base::TOKENS * a.drawn.gemm.g.c_ld;
+    d_z += base::TOKENS * a.drawn.gemm.z_ld;
+    along += base::TOKENS * ALONG_PARTS(a.drawn.gemm.g.n);
+    left -= base::TOKENS;
+  }
+};
+
+/* Sums are rounded first, so that they can move down in half as many registers: the program has one stage of z. */
+template <class S, finish_kind KIND>
+DEVICE void store_activated_as(const down_activated_args &args, pipeline_smem<S> &smem, pipeline_state<S::STAGES> &at,
+                               uint4 *staged, const tile_unit &unit, channel_span span,
+                               const float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+{
+  using kept = kept_stage<S>;
+  constexpr int TOKENS = activated_store<S>::TOKENS, STEPS = S::BM / TOKENS, GROUPS = kept::GROUPS;
+  static_assert(S::OCTETS == 4 && TOKENS == 8, "a step is a token group");
+  uint4 packed[STEPS];
+#pragma unroll
+  for (int j = 0; j < STEPS; j++) {
+#pragma unroll
+    for (int g = 0; g < 4; g++)
+      (&packed[j].x)[g] = pack_pair<typename S::Y>(accumulator_of<S>(acc, g, j, 0), accumulator_of<S>(acc, g, j, 1));
+    hold(packed[j]);
+  }
+  const int32_t part = (unit.n * S::CONSUMERS + (int)threadIdx.x / S::GROUP - 1) * 4 + warp_id() % 4;
+  activated_store<S> store(args, unit, staged, span, part);
+#pragma unroll 1
+  for (int token0 = 0; token0 < kept::COUNT * kept::TOKENS; token0 += kept::TOKENS, at.advance()) {
+    wait_for(&smem.full[at.stage], at.phase);
+#pragma unroll
+    for (int j = 0; j < GROUPS; j++)
+      if (token0 + j * TOKENS < unit.rows) store.template finish<KIND>(smem, at.stage, j, packed[j]);
+    __syncwarp(); /* all lanes have read it */
+    release_stage<S>(smem, at.stage);
+#pragma unroll
+    for (int j = 0; j + GROUPS < STEPS; j++) packed[j] = packed[j + GROUPS];
+  }
+}
+
+/* A consumer's part of a tile. */
+template <class S>
+DEVICE void store_activated(const down_activated_args &args, pipeline_smem<S> &smem, pipeline_state<S::STAGES> &at,
+                            const tile_unit &unit, int group, channel_span consumer,
+                            const float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
   const gemm_args &g = args.drawn.gemm.g;
-  const bool plain = g.act == ACT_SILU && !limits_gated(g);
-  uint32_t turn = 0;
-#pragma unroll 1
-  for (int slot = 0;; slot = (slot + 1) % UNITS_AHEAD, turn ^= 1) {
-    wait_for(&tile.parked_full, turn);
-    const tile_unit unit = smem.units[slot];
-    if (unit.expert < 0) return;
-    if (plain)
-      finish_tile<S, FINISH_silu>(args, tile, unit);
-    else
-      finish_tile<S, FINISH_swiglu>(args, tile, unit);
-    release_parked<S>(tile);
-  }
+  const channel_span span = span_of_warp<S>(g, consumer);
+  uint4 *staged = smem.staging.staged[group][warp_id() % 4];
+  if (g.act == ACT_SILU && !limits_gated(g))
+    store_activated_as<S, FINISH_silu>(args, smem, at, staged, unit, span, acc);
+  else
+    store_activated_as<S, FINISH_swiglu>(args, smem, at, staged, unit, span, acc);
 }
 
 #endif

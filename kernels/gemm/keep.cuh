@@ -1,75 +1,76 @@
 /*
- * The epilogue of an up whose gate and up the backward wants: z is stored beside h, which is made of it as it is stored,
- * rounded. On its own z would be read again, and x be multiplied by what has no epilogue in place.
+ * The epilogue of an up whose gate and up the backward wants: z, as the activation gets them, is stored beside h, by
+ * the same lanes. On its own z would be read again, and x be multiplied by what has no epilogue in place.
  */
 #ifndef CUMOE_KEEP_CUH
 #define CUMOE_KEEP_CUH
 
-#include "gemm/handover.cuh"
-#include "gemm/parked.cuh"
+#include "gemm/warpgroup_tile.cuh"
 
-/* Eight channels of h. */
-template <class Y, finish_kind KIND> DEVICE uint4 h_of(const swiglu &act, const uint4 &gate, const uint4 &up)
-{
-  uint4 h;
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    const float2 g = unpack_pair<Y>((&gate.x)[i]), u = unpack_pair<Y>((&up.x)[i]);
-    (&h.x)[i] = pack_pair<Y>(act.of_biased<KIND>(g.x, u.x), act.of_biased<KIND>(g.y, u.y));
+template <class S, int OCTETS> struct kept_store : warp_store<S, OCTETS> {
+  int64_t at; /* in gate's z and in up's: this lane's first */
+
+  DEVICE kept_store(const gemm_sm90_args &args, const tile_unit &unit, uint4 *staging, channel_span span)
+      : warp_store<S, OCTETS>(args.g, unit, staging, span)
+  {
+    const int token = lane_id() / OCTETS;
+    at = (unit.row + token) * args.z_ld + span.first + octet_channel<S>(args.g, lane_id() % OCTETS);
   }
-  return h;
-}
 
-/* A warp has two rows at a time, a lane 8 channels. */
+  DEVICE void keep(const gemm_sm90_args &args, int half, int token0, const uint32_t (&packed)[4]) const
+  {
+    this->stage(packed);
+    if (token0 < this->tokens)
+      st_global_16(static_cast<typename S::Y *>(args.z[half]) + at + token0 * args.z_ld,
+                   *this->staged_vector(lane_id() / OCTETS, lane_id() % OCTETS), false);
+  }
+};
+
+/* No accumulator moves: see store_swiglu. */
 template <class S, finish_kind KIND>
-DEVICE void finish_kept(const gemm_sm90_args &args, const parked_tile<S> &tile, const tile_unit &unit)
+DEVICE void store_kept_as(const gemm_sm90_args &args, uint4 *staged, const tile_unit &unit, channel_span span,
+                          const float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
-  using Y = typename S::Y;
-  constexpr int CHANNELS = S::COLUMNS / 2, EACH = WARP_SIZE * 8 / CHANNELS, STEP = EACH * (S::GROUP / WARP_SIZE);
-  static_assert(EACH == 2, "lanes by halves");
-  const int octet = lane_id() % 16, channel = unit.n * CHANNELS + octet * 8;
-  const int first = warp_id() % 4 * EACH + lane_id() / 16, rows = channel < args.g.n ? unit.rows : 0;
-  const int64_t row = unit.row + first;
+  constexpr int OCTETS = S::OCTETS / 2;
+  const row_bias<S> bias(args.g, unit.expert, span);
   const swiglu act(args.g, args.up_first);
-  Y *h = static_cast<Y *>(args.g.c) + row * args.g.c_ld + channel,
-    *gates = static_cast<Y *>(args.z[0]) + row * args.z_ld + channel,
-    *ups = static_cast<Y *>(args.z[1]) + row * args.z_ld + channel;
-#pragma unroll 2
-  for (int at = first; at < rows; at += STEP) {
-    uint4 gate = parked_vector<S>(tile, at, 2 * octet + act.up_first),
-          up = parked_vector<S>(tile, at, 2 * octet + !act.up_first);
-    if constexpr (S::N_MAJOR)
-      if (in_pairs<S>(args.g)) gate = in_order(gate), up = in_order(up);
-    st_global_16(gates, gate, false);
-    st_global_16(ups, up, false);
-    st_global_16(h, h_of<Y, KIND>(act, gate, up), args.g.protocol.evict_last);
-    gates += STEP * args.z_ld;
-    ups += STEP * args.z_ld;
-    h += STEP * args.g.c_ld;
+  const kept_store<S, OCTETS> store(args, unit, staged, span);
+#pragma unroll
+  for (int token0 = 0; token0 < S::BM; token0 += store.TOKENS) {
+    if (token0 >= unit.rows) break;
+    uint32_t h[4], z[2][4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int j = token0 / 8 + i / OCTETS, g = i % OCTETS * 2;
+      float gate[2], up[2], result[2];
+#pragma unroll
+      for (int t = 0; t < 2; t++) {
+        const float low = accumulator_of<S>(acc, g, j, t), high = accumulator_of<S>(acc, g + 1, j, t);
+        gate[t] = weighted(act.up_first ? high : low, 1.f, 1.f, bias.of[g]);
+        up[t] = weighted(act.up_first ? low : high, 1.f, 1.f, bias.of[g + 1]);
+        result[t] = act.of<KIND>(low, high, bias.of + g);
+      }
+      z[0][i] = pack_pair<typename S::Y>(gate[0], gate[1]);
+      z[1][i] = pack_pair<typename S::Y>(up[0], up[1]);
+      h[i] = pack_pair<typename S::Y>(result[0], result[1]);
+    }
+    store.transpose(args.g, token0, h);
+    store.keep(args, 0, token0, z[0]);
+    store.keep(args, 1, token0, z[1]);
   }
 }
 
-/* By the finishers. */
+/* A consumer's part of a tile. */
 template <class S>
-DEVICE void finish_kept_tiles(const gemm_sm90_args &args, const pipeline_smem<S> &smem, parked_tile<S> &tile)
+DEVICE void store_kept(const gemm_sm90_args &args, wgmma_staging<S> &smem, const tile_unit &unit, int group,
+                       channel_span consumer, const float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
-  const bool plain = args.g.act == ACT_SILU && !limits_gated(args.g);
-  uint32_t turn = 0;
-#pragma unroll 1
-  for (int slot = 0;; slot = (slot + 1) % UNITS_AHEAD, turn ^= 1) {
-    wait_for(&tile.parked_full, turn);
-    const tile_unit unit = smem.units[slot];
-    if (unit.expert < 0) return;
-    if (plain)
-      finish_kept<S, FINISH_silu>(args, tile, unit);
-    else
-      finish_kept<S, FINISH_swiglu>(args, tile, unit);
-    release_parked<S>(tile);
-    if (!args.g.protocol.by_expert) continue;
-    bar_sync(1 + S::CONSUMERS, S::GROUP);
-    if (threadIdx.x % S::GROUP == 0)
-      add_h_stored(args.g, unit.expert, min(S::COLUMNS / 2, args.g.n - unit.n * (S::COLUMNS / 2)));
-  }
+  const channel_span span = span_of_warp<S>(args.g, consumer);
+  uint4 *staged = smem.staged[group][warp_id() % 4];
+  if (finish_kind_of(args.g) == FINISH_silu)
+    store_kept_as<S, FINISH_silu>(args, staged, unit, span, acc);
+  else
+    store_kept_as<S, FINISH_swiglu>(args, staged, unit, span, acc);
 }
 
 #endif

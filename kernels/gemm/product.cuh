@@ -19,18 +19,17 @@ template <row_source SOURCE_, int HALVES_, epilogue EPILOGUE_> struct operation 
   static constexpr bool KEEPS = false; /* what the activation gets is a result, too */
   static constexpr bool DRAWS = false; /* units are drawn, whoever ran before; see wgmma_unit for what is left over */
   static constexpr bool ACTIVATES = false; /* sums are d h: results are h and d z */
-  static constexpr bool PARKS = false;     /* others store a tile while consumers multiply the next one */
 };
 using operation_up = operation<SOURCE_gathered, 2, EPILOGUE_activation>;
 struct operation_up_keep : operation_up {
-  static constexpr bool KEEPS = true, PARKS = true;
+  static constexpr bool KEEPS = true;
 };
 using operation_down = operation<SOURCE_in_order, 1, EPILOGUE_plain>;
 struct operation_down_drawn : operation_down {
   static constexpr bool DRAWS = true;
 };
 struct operation_down_activated : operation_down_drawn {
-  static constexpr bool ACTIVATES = true, PARKS = true;
+  static constexpr bool ACTIVATES = true;
 };
 
 template <class X_, class W_, class Y_, scale_case SCALE_, class OPERATION_> struct product : OPERATION_ {

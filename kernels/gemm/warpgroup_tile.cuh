@@ -41,8 +41,8 @@ template <class PRODUCT, int BM_, int BN, int BK_, int STAGES_, int WARPS> struc
   static constexpr bool PACKED = false;
   static constexpr int LINES = 1, LINE = BK, WEIGHT_LINE = BK;
   static constexpr int STAGED = 1; /* 512 bytes of outputs that a warp stages */
-  static_assert(BK * BITS == WGMMA_BK * 16 && THREADS == (CONSUMERS + 1 + PRODUCT::PARKS) * GROUP,
-                "a swizzle line of k; three warpgroups, one more that finishes tiles");
+  static_assert(BK * BITS == WGMMA_BK * 16 && THREADS == (CONSUMERS + 1) * GROUP,
+                "a swizzle line of k; three warpgroups");
   static_assert(BM % WGMMA_STEP == 0 && BM <= 256, "whole wgmma operands");
   static_assert(COLUMNS % (BLOCK * CONSUMERS) == 0 && UNITS_AHEAD > STAGES, "whole blocks; see there");
   static_assert(BLOCKS <= 2, "an stmatrix has four octets");
@@ -79,6 +79,9 @@ template <class S> DEVICE row_range rows_of_tile(row_range rows, int tile, int t
                 end = (int32_t)(steps * (tile + 1) / tiles) * WGMMA_STEP;
   return {rows.begin + begin, min(min(end, rows.count) - begin, S::BM)};
 }
+
+/* Of what is activated: stages behind a tile's products (gemm/activated.cuh), KEPT_TOKENS each. */
+template <class S> constexpr int KEPT_STAGES = (S::BM + KEPT_TOKENS - 1) / KEPT_TOKENS;
 
 /* A unit without expert is the last. */
 template <class S>
@@ -537,8 +540,9 @@ DEVICE void store_tile(const gemm_args &args, bool up_first, wgmma_staging<S> &s
 /* A consumer whose channels are all past the last one keeps releasing stages. */
 template <class S> DEVICE void skip(const gemm_args &args, pipeline_smem<S> &smem, pipeline_state<S::STAGES> &at)
 {
+  const int end = S::ACTIVATES ? round_up(args.k, (int)S::BK) + KEPT_STAGES<S> * S::BK : args.k;
 #pragma unroll 1
-  for (int k0 = 0; k0 < args.k; k0 += S::BK, at.advance()) {
+  for (int k0 = 0; k0 < end; k0 += S::BK, at.advance()) {
     wait_for(&smem.full[at.stage], at.phase);
     __syncwarp();
     release_stage<S>(smem, at.stage);

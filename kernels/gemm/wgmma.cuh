@@ -38,9 +38,7 @@ struct wgmma_shape : pipeline_shape<PRODUCT, BM, BN, BK, STAGES, WARPS> {
   static constexpr bool WOVEN = false;           /* rows are put into another order in their stages (gemm/packed.cuh) */
   static constexpr int HELPERS = 0;              /* warps of producers that arrive at a stage's `full`, too */
   static constexpr bool FINDS = PRODUCT::SCALED; /* a warp of producers finds units while another copies stages */
-  /* 384 threads start with 168 each, 512 with 128. */
-  static constexpr int CONSUMER_REGISTERS = PRODUCT::PARKS ? 160 : 224, PRODUCER_REGISTERS = 56,
-                       FINISHER_REGISTERS = 136;
+  static constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 56; /* 384 threads start with 168 each */
 
   /* Gathering: 8 threads copy the 128 bytes of a row. */
   static constexpr int GATHER_ROWS = wgmma_shape::GROUP / 8, GATHERS = BM / GATHER_ROWS;
@@ -73,8 +71,7 @@ template <class S> struct unit_found<S, true> {
   uint64_t found_ready, found_taken;
 };
 
-template <class S>
-struct wgmma_smem : pipeline_smem<S>, packed_stages<S>, token_scale_stages<S>, unit_found<S>, parked_tile<S> {
+template <class S> struct wgmma_smem : pipeline_smem<S>, packed_stages<S>, token_scale_stages<S>, unit_found<S> {
   int32_t drawn[UNITS_AHEAD];
   uint64_t drawn_ready[UNITS_AHEAD];
 };
@@ -396,6 +393,7 @@ DEVICE void produce_ordered(const gemm_sm90_args &args, wgmma_smem<S> &smem, con
     scales.next += scales.step;
     __syncwarp();
   }
+  if constexpr (S::ACTIVATES) produce_kept<S>(activated_of<S>(args), smem, tile, at);
 }
 
 /* The same where all producers gather rows, and each warp asks for a box of weights at most: rows of one that asks for
@@ -576,9 +574,8 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
   const int own = threadIdx.x / S::GROUP - 1;
   pipeline_state<S::STAGES> at;
   scales_ahead_of<S, S::WOVEN> scales;
-  uint32_t turn = 0; /* of what is parked */
 #pragma unroll 1
-  for (int slot = 0;; slot = (slot + 1) % UNITS_AHEAD, turn ^= 1) {
+  for (int slot = 0;; slot = (slot + 1) % UNITS_AHEAD) {
     wait_for(&smem.full[at.stage], at.phase);
     const int group = S::PACKED ? (int)tid_x() / S::GROUP - 1 : own; /* there registers are full */
     const tile_unit unit = smem.units[slot];
@@ -594,7 +591,6 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
     if (channel0 >= args.g.n) {
       if constexpr (S::WOVEN) scales.skip_unit();
       skip<S>(args.g, smem, at);
-      if constexpr (S::PARKS) end_parking<S>(smem, turn);
       continue;
     }
     float acc[S::BLOCKS][S::ACCUMULATORS] = {}; /* anew: kept from tile to tile, ptxas would move them amid wgmmas */
@@ -612,15 +608,19 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
       const int consumer = (int)tid_x() / S::GROUP - 1, each = wgmma_channels<S>(args.g) / S::CONSUMERS;
       store_tile<S>(args.g, args.up_first, smem.staging, stored, consumer,
                     {(stored.n * S::CONSUMERS + consumer) * each, args.g.n}, acc);
-    } else if constexpr (S::PARKS) {
-      park<S>(args.g, args.up_first, smem, smem.units[slot], group, turn, acc);
+    } else if constexpr (S::ACTIVATES) {
+      const tile_unit stored = smem.units[slot]; /* as above */
+      const int consumer = (int)tid_x() / S::GROUP - 1;
+      store_activated<S>(activated_of<S>(args), smem, at, stored, consumer,
+                         {(stored.n * S::CONSUMERS + consumer) * (S::COLUMNS / S::CONSUMERS), args.g.n}, acc);
+    } else if constexpr (S::KEEPS) {
+      store_kept<S>(args, smem.staging, unit, group, {channel0, args.g.n}, acc);
     } else {
       store_tile<S>(args.g, args.up_first, smem.staging, unit, group, {channel0, args.g.n}, acc);
     }
-    if (S::GATHERED && !S::PARKS && args.g.protocol.by_expert)
+    if (S::GATHERED && args.g.protocol.by_expert)
       add_tile_stored<S>(args.g, smem.units[slot], S::PACKED ? (int)tid_x() / S::GROUP - 1 : group, false);
   }
-  if constexpr (S::PARKS) end_parking<S>(smem, turn);
 }
 
 template <class S>
@@ -641,10 +641,6 @@ DEVICE void wgmma_gemm(const gemm_sm90_args &args, wgmma_smem<S> &smem, const co
       mbarrier_init(&smem.found_ready, 1);
       mbarrier_init(&smem.found_taken, WARP_SIZE);
     }
-    if constexpr (S::PARKS) {
-      mbarrier_init(&smem.parked_full, S::CONSUMERS * S::GROUP / WARP_SIZE);
-      mbarrier_init(&smem.parked_empty, S::GROUP / WARP_SIZE);
-    }
     fence_mbarrier_init();
   }
   if (S::DRAWS ? !args.g.protocol.early_inputs : !unit_scheduler<S>::draws(args.g)) wait_for_earlier_grids();
@@ -654,12 +650,6 @@ DEVICE void wgmma_gemm(const gemm_sm90_args &args, wgmma_smem<S> &smem, const co
   if (threadIdx.x < S::GROUP) {
     setmaxnreg_dec<S::PRODUCER_REGISTERS>();
     produce<S>(args, smem, beside);
-  } else if (S::PARKS && threadIdx.x >= S::GROUP * (S::CONSUMERS + 1)) {
-    setmaxnreg_inc<S::FINISHER_REGISTERS>(); /* from 128 */
-    if constexpr (S::ACTIVATES)
-      finish_tiles<S>(activated_of<S>(args), smem, smem);
-    else if constexpr (S::KEEPS)
-      finish_kept_tiles<S>(args, smem, smem);
   } else {
     setmaxnreg_inc<S::CONSUMER_REGISTERS>();
     consume<S>(args, smem);
