@@ -167,10 +167,10 @@ typedef struct ep_args {
 /* The CUDA kernels' grids: parts of a row lie along y, rows along x; so many rows a CTA, up to so many CTAs. */
 enum { EP_PART_BYTES = 4096, EP_MOVE_THREADS = 512, EP_WAIT_THREADS = 1024, EP_MOVE_ROWS = 8, EP_MOVE_CTAS = 128 };
 /* Aside: from so many tokens on; CTAs of put that have an SM each (8 fill the links with stores), SMs that the combine
- * which answers has beside a product, of which it has parts of whole tiles of columns. Own tokens are a layer of their own
- * from so many rows an expert on, as every expert's weights are read twice, and where as much travels as hides what
- * that costs: each rank sends a row to `ranks` - 1, and each multiplies top_k rows by 3 * inter columns; so many of
- * inter * top_k for each other rank at most. */
+ * which answers has beside a product, of which it has parts of whole tiles of columns. Own tokens are a layer of their
+ * own from so many rows an expert on, as every expert's weights are read twice, and where as much travels as hides
+ * what that costs: each rank sends a row to `ranks` - 1, and each multiplies top_k rows by 3 * inter columns; so many
+ * of inter * top_k for each other rank at most. */
 enum { EP_ASIDE_TOKENS = 1024, EP_ASIDE_PUT_CTAS = 16, EP_ASIDE_RETURN_SMS = 40, EP_ASIDE_COLUMNS = 256 };
 enum { EP_OWN_ROWS = 256, EP_OWN_INTER = 4500 };
 enum { EP_RETURN_THREADS = 128, EP_RETURN_RESIDENT = 4, EP_FILL_CTAS = 32 };

@@ -28,8 +28,8 @@ DEVICE void tell(const ep_args &a, uint64_t words, const uint32_t *sent, uint32_
 }
 
 /* The last CTA to come tells for all of them, behind all that they have stored; true there. A CTA by itself needs no
- * fence. Of a put that is two grids neither knows whether the other has read the number of exchanges: who waits for both
- * changes it. */
+ * fence. Of a put that is two grids neither knows whether the other has read the number of exchanges: who waits for
+ * both changes it. */
 DEVICE bool tell_when_all_have_come(const ep_args &a, uint64_t words, const uint32_t *sent, uint32_t tokens,
                                     unsigned *came, uint32_t exchange)
 {
