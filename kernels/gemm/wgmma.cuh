@@ -31,8 +31,7 @@ struct wgmma_shape : pipeline_shape<PRODUCT, BM, BN, BK, STAGES, WARPS> {
   static constexpr bool GATHERED = PRODUCT::SOURCE == SOURCE_gathered;
   static constexpr int CLUSTER = CLUSTER_;
   static_assert(CLUSTER == 2, "CTAs share in halves");
-  /* Where L2 is the limit; of the forward's products that was not measured. */
-  static constexpr bool RELEASE_AT_ONCE = PRODUCT::DRAWS || PRODUCT::KEEPS, SCALES_BY_COPY = true;
+  static constexpr bool RELEASE_AT_ONCE = false, SCALES_BY_COPY = true;
   /* Of codes of e4m3: a piece's channels of eight tokens (token_store.cuh). */
   static constexpr int STAGED =
       same_type<typename PRODUCT::X, e4m3> ? PRODUCT::EPILOGUE == EPILOGUE_activation ? 2 : 4 : 1;
