@@ -14,7 +14,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { MOST_RANKS = 4, MOST_TRANSFERS = 256, BOX = 256 << 10, PATIENCE_MS = 500 };
+enum { MOST_RANKS = 4, MOST_TRANSFERS = 256, BOX = 1 << 20, PATIENCE_MS = 500 };
 enum { SYSTEM_ERROR = 2, INVALID_ARGUMENT = 4, REMOTE_ERROR = 6, VERSION = 22809, CPU = -2 /* CUMOE_DEVICE_CPU */ };
 
 /* A box for each pair: what one sends to another in a group of calls. */
