@@ -27,7 +27,7 @@ static size_t take(size_t *end, int64_t rows, int64_t row_bytes)
 /* Of so many own tokens. */
 static bool goes_aside(const group *g, int64_t tokens)
 {
-  return !on_cpu(g->context) && tokens >= g->aside_tokens;
+  return tokens >= g->aside_tokens;
 }
 
 /* As a layer of their own, besides. */

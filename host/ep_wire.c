@@ -194,7 +194,6 @@ static cumoe_status reach(group *g, int32_t rank)
 /* Of ranks that share a GPU, waits of one may lie in a hardware queue ahead of what another waits for. */
 static cumoe_status open_sides(group *g)
 {
-  g->aside_tokens = g->own_rows = INT64_MAX;
   if (g->staged || g->here > 1 || g->shape.ranks == 1 || g->shape.exact) return CUMOE_OK;
   for (int32_t l = 0; l < g->shape.lanes; l++) {
     TRY_CUDA(cudaStreamCreateWithFlags(&g->side[l], cudaStreamNonBlocking));

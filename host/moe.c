@@ -637,7 +637,7 @@ static void cut_columns(gemm_args *g, int32_t first, int32_t columns)
 {
   if (first > 0) g->protocol.by_expert = false;
   expert_matrix *b = &g->b;
-  b->base[0] = (const char *)b->base[0] + first * b->n_stride * format_bits((weight_format)b->format) / 8;
+  b->base[0] = (const char *)b->base[0] + format_bytes((weight_format)b->format, first * b->n_stride);
   if (b->bias[0])
     b->bias[0] =
         (const char *)b->bias[0] + first * b->bias_n_stride * (int64_t)cumoe_dtype_bytes((cumoe_dtype)b->bias_dtype);
@@ -669,7 +669,7 @@ static cumoe_status run(const pass *p, const struct weights *weights, cumoe_stre
   ends->cuts = ends->columns && !p->lp.few && cuts_columns(&l.down.gemm.g);
   if (ends->cuts) cut_columns(&l.down.gemm.g, ends->first, ends->columns);
   for (stage s = 0; s < STAGE_COUNT; ++s)
-    if (mapped_of(&l, s)) TRY(encode_maps(context, &p->lp.steps[s], mapped_of(&l, s)));
+    if (is_in_half(s, ends->half) && mapped_of(&l, s)) TRY(encode_maps(context, &p->lp.steps[s], mapped_of(&l, s)));
   TRY(encode_few_maps(context, &p->lp.steps[STAGE_few_up], &l.few));
   if (p->lp.few_fills) TRY(fill_words(&l.router.router.r.protocol, stream));
   bool late = ends->late;

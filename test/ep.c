@@ -1988,7 +1988,6 @@ static void stop_waiting(int signal)
   _exit(write(STDOUT_FILENO, words, sizeof words - 1) < 0 ? 2 : 1);
 }
 
-/* After one that gave up the others would cost their timeouts. */
 /* Kernels that the CPU runs would take minutes for these. */
 static const world asides[] = {
     {.name = "own tokens apart, residual, two lanes",
@@ -2067,6 +2066,7 @@ static void many_on_gpus(bool own)
   if (!emulated()) run_world(&w, false);
 }
 
+/* After one that gave up the others would cost their timeouts. */
 static void answers_on_gpus(void)
 {
   for (size_t i = 0; i < sizeof worlds / sizeof *worlds * 2 && !gave_up; i++) run_world(&worlds[i / 2], i % 2);

@@ -97,11 +97,24 @@ static void check_last_round(const member *m)
   CHECK(gate && gate->logits == (const float *)m->layer.logits.data + CAPACITY * EXPERTS);
 }
 
+static const char *next_line(const char *line)
+{
+  line += strcspn(line, "\n");
+  return line + (*line == '\n');
+}
+
+/* Of a launch: it may start before the grid ahead has ended. */
+static bool is_early(const char *line)
+{
+  const char *attributes = strstr(line, "attrs ");
+  return attributes && attributes[6] == '1';
+}
+
 /* The stages' launches; returns how many there are of the exchange, whose kernels the shim does not know. */
 static int64_t stages_of(char *to, const char *trace)
 {
   int64_t moves = 0;
-  for (const char *line = trace; *line; line += strcspn(line, "\n"), line += *line == '\n') {
+  for (const char *line = trace; *line; line = next_line(line)) {
     const size_t length = strcspn(line, "\n") + 1;
     const bool is_move = strncmp(line, "cuLaunchKernelEx cumoe_ep_", 26) == 0;
     moves += is_move;
@@ -314,13 +327,13 @@ static void say_launches(char *to, const char *trace)
   } known[] = {
       {"ep_put ", 'p'}, {"ep_gate_put", 'g'}, {"ep_wait_tokens", 'w'}, {"ep_take_ids", 't'}, {"map_", 'm'},
       {"up_", 'u'},     {"down_", 'd'},       {"ep_return", 'r'},      {"combine_", 'c'},    {"ep_wait_answers", 'a'}};
-  for (const char *line = trace; *line; line += strcspn(line, "\n"), line += *line == '\n') {
-    const char *name = line + strlen("cuLaunchKernelEx cumoe_"), *attributes = strstr(line, "attrs ");
+  for (const char *line = trace; *line; line = next_line(line)) {
+    const char *name = line + strlen("cuLaunchKernelEx cumoe_");
     if (strncmp(line, "cudaStreamWaitEvent", 19) == 0) *to++ = '/';
     if (strncmp(line, "cuLaunchKernelEx cumoe_", 23) != 0) continue;
     for (size_t i = 0; i < sizeof known / sizeof *known; i++)
       if (strncmp(name, known[i].name, strlen(known[i].name)) == 0)
-        *to++ = (char)(known[i].letter - (attributes && attributes[6] == '1' ? 'a' - 'A' : 0));
+        *to++ = (char)(known[i].letter - (is_early(line) ? 'a' - 'A' : 0));
   }
   *to = 0;
 }
@@ -371,9 +384,8 @@ static void faults_aside(void)
  * "n", in their order; the layer's stages are left out. */
 static void order_of(char *to, const char *trace)
 {
-  for (const char *line = trace; *line; line += strcspn(line, "\n"), line += *line == '\n') {
-    const char *attributes = strstr(line, "attrs ");
-    if (strncmp(line, "cuLaunchKernelEx cumoe_ep_", 26) == 0) *to++ = attributes && attributes[6] == '1' ? 'M' : 'm';
+  for (const char *line = trace; *line; line = next_line(line)) {
+    if (strncmp(line, "cuLaunchKernelEx cumoe_ep_", 26) == 0) *to++ = is_early(line) ? 'M' : 'm';
     if (strncmp(line, "ncclGroupEnd", 12) == 0) *to++ = 'n';
   }
   *to = 0;
