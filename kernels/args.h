@@ -410,7 +410,10 @@ enum { ALONG_PART = 32 }; /* channels */
 #define ALONG_PARTS(n) (((n) + 4 * ALONG_PART - 1) / (4 * ALONG_PART) * 4)
 
 /* Boxes of its tensor map: channels, tokens. */
-enum { KEPT_WIDE = 64, KEPT_TOKENS = 48 };
+#ifndef KEPT_TOKENS_
+#define KEPT_TOKENS_ 48
+#endif
+enum { KEPT_WIDE = 64, KEPT_TOKENS = KEPT_TOKENS_ };
 
 typedef struct down_activated_args {
   down_drawn_args drawn;
