@@ -410,10 +410,7 @@ enum { ALONG_PART = 32 }; /* channels */
 #define ALONG_PARTS(n) (((n) + 4 * ALONG_PART - 1) / (4 * ALONG_PART) * 4)
 
 /* Boxes of its tensor map: channels, tokens. */
-#ifndef KEPT_TOKENS_
-#define KEPT_TOKENS_ 48
-#endif
-enum { KEPT_WIDE = 64, KEPT_TOKENS = KEPT_TOKENS_ };
+enum { KEPT_WIDE = 64, KEPT_TOKENS = 48 };
 
 typedef struct down_activated_args {
   down_drawn_args drawn;

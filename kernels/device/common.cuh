@@ -144,7 +144,7 @@ DEVICE void report_token_fault(const token_count &tokens, const fault_sink &sink
 
 /* The table's SMEM is exactly what the kernel lays out. */
 template <size_t LAID_OUT, size_t SMEM> struct exact_smem {
-  static_assert(LAID_OUT <= SMEM, "the row's SMEM is not what its kernel lays out");
+  static_assert(LAID_OUT == SMEM, "the row's SMEM is not what its kernel lays out");
   static constexpr bool OK = true;
 };
 

@@ -12,12 +12,6 @@ template <int STAGES> struct pipeline_state {
   {
     if (++stage == STAGES) stage = 0, phase ^= 1;
   }
-  DEVICE void advance(uint32_t steps)
-  {
-    stage += steps;
-    phase ^= stage / STAGES & 1;
-    stage %= STAGES;
-  }
 };
 DEVICE void wait_for(uint64_t *barrier, uint32_t parity)
 {

@@ -228,10 +228,6 @@ DEVICE void bar_sync(int barrier, int threads)
 {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
-DEVICE void bar_arrive(int barrier, int threads)
-{
-  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
 
 /* Four 8 x 8 matrices of 16-bit elements, transposed on their way; lanes 8i .. 8i+7 give the row addresses of matrix
  * i. */

@@ -64,7 +64,7 @@ template <class S> struct kept_stage {
   static constexpr int WIDE = KEPT_WIDE, LINE = WIDE * 2, BOX = TOKENS * LINE; /* channels; bytes */
   static constexpr int BOXES = S::COLUMNS / WIDE;                              /* of each half */
   static constexpr int WITH_WEIGHTS = (S::COLUMNS * S::BK * 2 - TOKENS * 4) / BOX;
-  static_assert(sizeof(Y) == 2 && BOX % 1024 == 0 && (S::TURNS || (2 * BOXES - WITH_WEIGHTS) * BOX <= S::BM * S::BK * 2),
+  static_assert(sizeof(Y) == 2 && BOX % 1024 == 0 && (2 * BOXES - WITH_WEIGHTS) * BOX <= S::BM * S::BK * 2,
                 "what a stage has");
 
   DEVICE static char *box(pipeline_smem<S> &smem, int stage, int index)
@@ -115,36 +115,6 @@ DEVICE void produce_kept(const down_activated_args &args, pipeline_smem<S> &smem
   }
 }
 
-/*
- * Of consumers that take turns: z comes while the other one multiplies, into places of its own, two for each consumer,
- * which asks for it itself.
- */
-template <class S> struct own_kept {
-  static constexpr int TOKENS = KEPT_TOKENS, GROUPS = TOKENS / 8, BOX = TOKENS * KEPT_WIDE * 2,
-                       BOXES = S::COLUMNS / KEPT_WIDE;
-
-  /* Tokens token0 and on, by one thread. */
-  DEVICE static void fetch(const down_activated_args &args, pipeline_smem<S> &smem, int consumer, uint32_t slot,
-                           const tile_unit &unit, int token0)
-  {
-    const gemm_sm90_args &gemm = args.drawn.gemm;
-    kept_slot<S> &to = smem.kept[consumer][slot];
-    const int64_t first = first_kept(args, unit);
-    const int channel = unit.n * S::COLUMNS, channels = first < 0 ? 0 : gemm.g.n - channel;
-    const int boxes = channels > 0 ? min(ceil_div(channels, (int)KEPT_WIDE), (int)BOXES) : 0;
-    const uint32_t weights = round_up(min(unit.rows - token0, (int)TOKENS), 4) * (uint32_t)sizeof(float);
-    mbarrier_arrive_expect_tx(&to.full, boxes ? 2 * boxes * BOX + weights : 0);
-    if (!boxes) return;
-    cp_async_bulk(to.weights, args.row_weight + unit.row + token0, weights, &to.full);
-#pragma unroll 1
-    for (int i = 0; i < 2 * boxes; i++) {
-      const int half = i >= boxes, box = i - half * boxes;
-      cp_async_bulk_tensor_2d(to.z + (half * BOXES + box) * BOX, args.kept,
-                              kept_column<S>(gemm, half) + channel + box * KEPT_WIDE, (int32_t)first + token0, &to.full);
-    }
-  }
-};
-
 /* A lane has a token of each group, and an octet of channels: lanes that read or write shared memory at a time have one
  * octet. Places advance from token group to token group: addresses worked out from their numbers take registers. */
 template <class S> struct activated_store : warp_store<S, S::OCTETS> {
@@ -189,16 +159,13 @@ template <class S> struct activated_store : warp_store<S, S::OCTETS> {
   /* Token group `group` of a stage. */
   template <finish_kind KIND> DEVICE void finish(pipeline_smem<S> &smem, int stage, int group, const uint4 &packed)
   {
-    finish_of<KIND>(there ? kept::weights(smem, stage)[group * 8 + token()] : 0.f, kept_vector(smem, stage, 0, group),
-                    kept_vector(smem, stage, 1, group), packed);
-  }
-
-  template <finish_kind KIND> DEVICE void finish_of(float w, uint4 gate, uint4 up, const uint4 &packed)
-  {
     const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
-    uint4 activated;
+    const float w = there ? kept::weights(smem, stage)[group * 8 + token()] : 0.f;
+    uint4 activated, gate, up;
     this->stage(words);
     const uint4 d_h = *this->staged_vector(token(), octet()), none = {0, 0, 0, 0};
+    gate = kept_vector(smem, stage, 0, group);
+    up = kept_vector(smem, stage, 1, group);
     float sum = activate_vectors<Y, KIND>(a.drawn.gemm.g, d_h, w, a.scale, activated, gate, up);
     if (w == 0) activated = gate = up = none; /* whatever z is */
     if (!inside) sum = 0;
@@ -220,7 +187,7 @@ template <class S> struct activated_store : warp_store<S, S::OCTETS> {
 /* Sums are rounded first, so that they can move down in half as many registers: the program has one stage of z. */
 template <class S, finish_kind KIND>
 DEVICE void store_activated_as(const down_activated_args &args, pipeline_smem<S> &smem, pipeline_state<S::STAGES> &at,
-                               uint32_t &used, uint4 *staged, const tile_unit &unit, channel_span span,
+                               uint4 *staged, const tile_unit &unit, channel_span span,
                                const float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
   using kept = kept_stage<S>;
@@ -234,31 +201,8 @@ DEVICE void store_activated_as(const down_activated_args &args, pipeline_smem<S>
       (&packed[j].x)[g] = pack_pair<typename S::Y>(accumulator_of<S>(acc, g, j, 0), accumulator_of<S>(acc, g, j, 1));
     hold(packed[j]);
   }
-  const int32_t part = (unit.n * S::SHARERS + (S::TURNS ? 0 : (int)threadIdx.x / S::GROUP - 1)) * 4 + warp_id() % 4;
+  const int32_t part = (unit.n * S::CONSUMERS + (int)threadIdx.x / S::GROUP - 1) * 4 + warp_id() % 4;
   activated_store<S> store(args, unit, staged, span, part);
-  if constexpr (S::TURNS) {
-    using own = own_kept<S>;
-    const int consumer = (int)threadIdx.x / S::GROUP - 1;
-#pragma unroll 1
-    for (int token0 = 0; token0 < unit.rows; token0 += own::TOKENS, used++) {
-      kept_slot<S> &from = smem.kept[consumer][used % 2];
-      wait_for(&from.full, used / 2 % 2);
-#pragma unroll
-      for (int j = 0; j < own::GROUPS; j++)
-        if (token0 + j * TOKENS < unit.rows) {
-          const char *vector = from.z + store.box * own::BOX + store.offset + j * 8 * kept::LINE;
-          store.template finish_of<KIND>(store.there ? from.weights[j * 8 + store.token()] : 0.f,
-                                         *reinterpret_cast<const uint4 *>(vector),
-                                         *reinterpret_cast<const uint4 *>(vector + own::BOXES * own::BOX), packed[j]);
-        }
-      bar_sync(1 + consumer, S::GROUP); /* all warps have read it */
-      if (threadIdx.x % S::GROUP == 0 && token0 + 2 * own::TOKENS < unit.rows)
-        own::fetch(args, smem, consumer, used % 2, unit, token0 + 2 * own::TOKENS);
-#pragma unroll
-      for (int j = 0; j + own::GROUPS < STEPS; j++) packed[j] = packed[j + own::GROUPS];
-    }
-    return;
-  }
 #pragma unroll 1
   for (int token0 = 0; token0 < kept::COUNT * kept::TOKENS; token0 += kept::TOKENS, at.advance()) {
     wait_for(&smem.full[at.stage], at.phase);
@@ -275,16 +219,16 @@ DEVICE void store_activated_as(const down_activated_args &args, pipeline_smem<S>
 /* A consumer's part of a tile. */
 template <class S>
 DEVICE void store_activated(const down_activated_args &args, pipeline_smem<S> &smem, pipeline_state<S::STAGES> &at,
-                            uint32_t &used, const tile_unit &unit, int group, channel_span consumer,
+                            const tile_unit &unit, int group, channel_span consumer,
                             const float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
   const gemm_args &g = args.drawn.gemm.g;
   const channel_span span = span_of_warp<S>(g, consumer);
   uint4 *staged = smem.staging.staged[group][warp_id() % 4];
   if (g.act == ACT_SILU && !limits_gated(g))
-    store_activated_as<S, FINISH_silu>(args, smem, at, used, staged, unit, span, acc);
+    store_activated_as<S, FINISH_silu>(args, smem, at, staged, unit, span, acc);
   else
-    store_activated_as<S, FINISH_swiglu>(args, smem, at, used, staged, unit, span, acc);
+    store_activated_as<S, FINISH_swiglu>(args, smem, at, staged, unit, span, acc);
 }
 
 #endif

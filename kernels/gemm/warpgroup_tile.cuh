@@ -8,12 +8,6 @@
 #include "gemm/epilogue.cuh"
 #include "device/pipeline.cuh"
 
-#ifndef PP_STAGES
-#define PP_STAGES 5
-#endif
-#ifndef PP_BM
-#define PP_BM 176
-#endif
 enum { UNITS_AHEAD = 12 }; /* more than stages: a unit has at least one */
 
 /* Where registers are full: what follows from the value is worked out behind this point, not kept from unit to unit. */
@@ -30,18 +24,16 @@ DEVICE void hold(int &value)
  *                   when the next products are under way
  *   SCALES_BY_COPY  scales of rows in row order come by one copy, which begins up to SCALE_VECTOR - 1 before them
  */
-template <class PRODUCT, int BM_, int BN_, int BK_, int STAGES_, int WARPS, bool TURNS_ = false> struct pipeline_shape : PRODUCT {
-  static constexpr bool TURNS = TURNS_;
-  static constexpr int BN = TURNS ? BN_ / 2 : BN_, SHARERS = TURNS ? 1 : 2;
+template <class PRODUCT, int BM_, int BN, int BK_, int STAGES_, int WARPS> struct pipeline_shape : PRODUCT {
   using SUM = typename operand<typename PRODUCT::X>::accumulator;
   static constexpr int BITS = operand<typename PRODUCT::X>::BITS;
   static_assert(same_type<typename PRODUCT::X, typename PRODUCT::W> && (BITS == 16 || BITS == 8),
                 "both operands come from shared memory as they are");
   static_assert(PRODUCT::SCALED == (BITS == 8), "codes have scales");
-  static constexpr int BM = TURNS ? PP_BM : BM_, BK = BK_, STAGES = TURNS ? PRODUCT::ACTIVATES ? 4 : PP_STAGES : STAGES_;
+  static constexpr int BM = BM_, BK = BK_, STAGES = STAGES_;
   static constexpr int COLUMNS = PRODUCT::HALVES * BN; /* weight rows of a tile */
   static constexpr int CONSUMERS = 2, GROUP = 128, BLOCK = 64, THREADS = WARPS * WARP_SIZE;
-  static constexpr int BLOCKS = COLUMNS / BLOCK / SHARERS,
+  static constexpr int BLOCKS = COLUMNS / BLOCK / CONSUMERS,
                        ACCUMULATORS = BM / 2; /* of a consumer; of a block a thread */
   static constexpr int OCTETS = 2 * BLOCKS;   /* of weight rows, of a warp */
   /* What is unpacked on its way to the tensor cores (gemm/packed.cuh) differs in these. LINES: swizzle lines of LINE
@@ -52,7 +44,7 @@ template <class PRODUCT, int BM_, int BN_, int BK_, int STAGES_, int WARPS, bool
   static_assert(BK * BITS == WGMMA_BK * 16 && THREADS == (CONSUMERS + 1) * GROUP,
                 "a swizzle line of k; three warpgroups");
   static_assert(BM % WGMMA_STEP == 0 && BM <= 256, "whole wgmma operands");
-  static_assert(COLUMNS % (BLOCK * SHARERS) == 0 && UNITS_AHEAD > STAGES, "whole blocks; see there");
+  static_assert(COLUMNS % (BLOCK * CONSUMERS) == 0 && UNITS_AHEAD > STAGES, "whole blocks; see there");
   static_assert(BLOCKS <= 2, "an stmatrix has four octets");
 };
 
@@ -69,20 +61,7 @@ template <class S> struct wgmma_staging : row_scale_stages<S, S::SCALED> {
   float row_weights[S::CONSUMERS][S::BM];
 };
 
-/* z of tokens, of consumers that take turns (gemm/activated.cuh). */
-template <class S> struct kept_slot {
-  char z[KEPT_TOKENS * 2 * S::COLUMNS * 2];
-  float weights[KEPT_TOKENS];
-  uint64_t full;
-  char rest[1024 - KEPT_TOKENS * 4 - 8];
-};
-template <class S, bool OWN = S::TURNS && S::ACTIVATES> struct kept_slots {
-};
-template <class S> struct kept_slots<S, true> {
-  kept_slot<S> kept[S::CONSUMERS][2];
-};
-
-template <class S> struct pipeline_smem : kept_slots<S> {
+template <class S> struct pipeline_smem {
   typename S::W weights[S::STAGES][S::COLUMNS * S::WEIGHT_LINE];
   typename S::X rows[S::STAGES][S::BM * S::BK];
   wgmma_staging<S> staging;
@@ -148,16 +127,6 @@ template <class S, int N, bool CODES = S::BITS == 8> struct wgmma_step : wgmma_m
 template <class S, int N> struct wgmma_step<S, N, true> : wgmma_m64k32<typename S::X, N> {
 };
 
-/* Consumers that take turns have whole units: one's products begin when the other's are all under way. */
-template <class S> DEVICE void take_turn(int group)
-{
-  bar_sync(3 + group, 2 * S::GROUP);
-}
-template <class S> DEVICE void give_turn(int group)
-{
-  bar_arrive(3 + (group ^ 1), 2 * S::GROUP);
-}
-
 /* acc = weights x rows of one unit, N tokens wide. A stage is released one step later, when its wgmmas are over; at
  * once where memory is the limit. K-major, blocks have octets in turn; N-major, each is an array of BK x 64. */
 template <class S, int N>
@@ -172,7 +141,7 @@ DEVICE void multiply_n(const gemm_args &args, pipeline_smem<S> &smem, pipeline_s
     wait_for(&smem.full[at.stage], at.phase);
     if (gathered) fence_proxy_async_shared(); /* by cp.async */
     const uint64_t a =
-        wgmma_operand(smem.weights[at.stage] + (S::TURNS ? 0 : group) * S::BLOCKS * S::BLOCK * S::BK, S::N_MAJOR ? 1 : S::BLOCKS);
+        wgmma_operand(smem.weights[at.stage] + group * S::BLOCKS * S::BLOCK * S::BK, S::N_MAJOR ? 1 : S::BLOCKS);
     const uint64_t b = wgmma_operand(smem.rows[at.stage]);
     wgmma_fence();
 #pragma unroll
@@ -186,7 +155,6 @@ DEVICE void multiply_n(const gemm_args &args, pipeline_smem<S> &smem, pipeline_s
     if (done >= 0) release_stage<S>(smem, done);
     before = at.stage;
   }
-  if constexpr (S::TURNS) give_turn<S>(group);
   wgmma_wait_group<0>();
 #pragma unroll
   for (int i = 0; i < S::BLOCKS; i++) hold(acc[i]);
@@ -572,7 +540,7 @@ DEVICE void store_tile(const gemm_args &args, bool up_first, wgmma_staging<S> &s
 /* A consumer whose channels are all past the last one keeps releasing stages. */
 template <class S> DEVICE void skip(const gemm_args &args, pipeline_smem<S> &smem, pipeline_state<S::STAGES> &at)
 {
-  const int end = S::ACTIVATES && !S::TURNS ? round_up(args.k, (int)S::BK) + KEPT_STAGES<S> * S::BK : args.k;
+  const int end = S::ACTIVATES ? round_up(args.k, (int)S::BK) + KEPT_STAGES<S> * S::BK : args.k;
 #pragma unroll 1
   for (int k0 = 0; k0 < end; k0 += S::BK, at.advance()) {
     wait_for(&smem.full[at.stage], at.phase);

@@ -26,33 +26,19 @@
 #include "gemm/token_store.cuh"
 #include "gemm/woven_tile.cuh"
 
-#ifndef RELEASE_R1
-#define RELEASE_R1 0
-#endif
-#ifndef PP_UP
-#define PP_UP 0
-#endif
-#ifndef PP_ACTIVATED
-#define PP_ACTIVATED 0
-#endif
-#ifndef PP_DOWN
-#define PP_DOWN 0
-#endif
-template <class P> constexpr bool wgmma_turns = sizeof(typename P::X) == 2 && same_type<typename P::X, typename P::W> && (P::ACTIVATES ? PP_ACTIVATED : P::HALVES == 2 ? PP_UP : PP_DOWN);
-
 template <class PRODUCT, int CLUSTER_, int BM, int BN, int BK, int STAGES, int WARPS>
-struct wgmma_shape : pipeline_shape<PRODUCT, BM, BN, BK, STAGES, WARPS, wgmma_turns<PRODUCT>> {
+struct wgmma_shape : pipeline_shape<PRODUCT, BM, BN, BK, STAGES, WARPS> {
   static constexpr bool GATHERED = PRODUCT::SOURCE == SOURCE_gathered;
   static constexpr int CLUSTER = CLUSTER_;
   static_assert(CLUSTER == 2, "CTAs share in halves");
-  static constexpr bool RELEASE_AT_ONCE = RELEASE_R1 && wgmma_shape::BITS == 16, SCALES_BY_COPY = true;
+  static constexpr bool RELEASE_AT_ONCE = false, SCALES_BY_COPY = true;
   /* Of codes of e4m3: a piece's channels of eight tokens (token_store.cuh). */
   static constexpr int STAGED =
       same_type<typename PRODUCT::X, e4m3> ? PRODUCT::EPILOGUE == EPILOGUE_activation ? 2 : 4 : 1;
   static constexpr bool WOVEN = false;           /* rows are put into another order in their stages (gemm/packed.cuh) */
   static constexpr int HELPERS = 0;              /* warps of producers that arrive at a stage's `full`, too */
   static constexpr bool FINDS = PRODUCT::SCALED; /* a warp of producers finds units while another copies stages */
-  static constexpr int CONSUMER_REGISTERS = wgmma_turns<PRODUCT> && PP_BM > 176 ? 240 : 224, PRODUCER_REGISTERS = wgmma_turns<PRODUCT> && PP_BM > 176 ? 24 : 56; /* 384 threads start with 168 each */
+  static constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 56; /* 384 threads start with 168 each */
 
   /* Gathering: 8 threads copy the 128 bytes of a row. */
   static constexpr int GATHER_ROWS = wgmma_shape::GROUP / 8, GATHERS = BM / GATHER_ROWS;
@@ -111,19 +97,19 @@ template <class S> DEVICE cluster_unit wgmma_unit(const gemm_args &args, const t
   const int expert = expert_of_tile(args, table, (int)(index / n_pairs));
   const row_range rows = expert_rows(args, expert);
   const int first = table.before[expert], tiles = table.before[expert + 1] - first;
-  const int even = S::TURNS ? 0 : tiles / 2 * 2;
+  const int even = tiles / 2 * 2;
   int64_t local = index - (int64_t)first * n_pairs;
   unit.paired = local < (int64_t)even * n_pairs;
   if (!unit.paired) local -= (int64_t)even * n_pairs;
   const int tall = unit.paired ? 2 : 1, wide = S::CLUSTER / tall; /* tiles of the cluster */
-  const int heights = S::TURNS ? tiles : unit.paired ? even / 2 : 1, widths = n_pairs * tall, most = 2304 / S::BM / tall;
+  const int heights = unit.paired ? even / 2 : 1, widths = n_pairs * tall, most = 2304 / S::BM / tall;
   const int band = (int)(local / ((int64_t)most * widths)) * most, height = min(heights - band, most);
   const int in_band = (int)(local - (int64_t)band * widths);
-  const int m = unit.paired ? (band + in_band % height) * 2 + rank : S::TURNS ? band + in_band % height : even;
+  const int m = unit.paired ? (band + in_band % height) * 2 + rank : even;
   row_range own = rows_of_tile<S>(rows, m, tiles);
   if constexpr (token_tile<S>::SERVED)
     if (tokens_are_rows<S>(args)) own = {rows.begin + m * S::BM, min(rows.count - m * S::BM, S::BM)};
-  if constexpr (S::DRAWS && !S::TURNS)
+  if constexpr (S::DRAWS)
     if (!unit.paired && n_tiles % 2 && in_band == n_tiles / 2 && own.count > (int)WGMMA_STEP) {
       own = rows_of_tile<S>(own, rank, 2);
       unit.paired = true;
@@ -282,7 +268,7 @@ template <class S> struct ordered_scales {
 /* Weights come by half a tile, for both CTAs (PAIRED), or by all of it, for this one: boxes of half a tile each, or,
  * N-major, of a block. */
 template <class S, bool PAIRED>
-constexpr int WEIGHT_BOXES = (S::N_MAJOR ? S::COLUMNS / S::BLOCK : S::TURNS ? 1 : S::CLUSTER) / (PAIRED ? S::CLUSTER : 1);
+constexpr int WEIGHT_BOXES = (S::N_MAJOR ? S::COLUMNS / S::BLOCK : S::CLUSTER) / (PAIRED ? S::CLUSTER : 1);
 
 template <class S> constexpr uint16_t EVERY_CTA = (1 << S::CLUSTER) - 1; /* of the cluster */
 
@@ -306,7 +292,7 @@ template <class S, bool PAIRED>
 DEVICE void copy_k_major(const gemm_sm90_args &args, typename S::W *weights, const tile_unit &tile, int box,
                          uint64_t *full, int k0)
 {
-  constexpr int HALF = S::COLUMNS / (S::TURNS ? 1 : S::CLUSTER); /* weight rows of a box */
+  constexpr int HALF = S::COLUMNS / S::CLUSTER; /* weight rows of a box */
   const int octets = wgmma_channels<S>(args.g) / 8,
             octet = tile.n * octets + box * (octets / S::CLUSTER), /* of channels */
       k = k0 / S::BK * S::WEIGHT_LINE;
@@ -407,7 +393,7 @@ DEVICE void produce_ordered(const gemm_sm90_args &args, wgmma_smem<S> &smem, con
     scales.next += scales.step;
     __syncwarp();
   }
-  if constexpr (S::ACTIVATES && !S::TURNS) produce_kept<S>(activated_of<S>(args), smem, tile, at);
+  if constexpr (S::ACTIVATES) produce_kept<S>(activated_of<S>(args), smem, tile, at);
 }
 
 /* The same where all producers gather rows, and each warp asks for a box of weights at most: rows of one that asks for
@@ -461,12 +447,6 @@ template <class S, bool GATHERING> DEVICE void produce_units(const gemm_sm90_arg
   for (unit_scheduler<S> scheduler;; scheduler.advance(args.g, smem)) {
     const cluster_unit unit = wgmma_unit<S>(args.g, smem.table, scheduler.index);
     if (unit.tile.expert < 0) {
-      if constexpr (S::TURNS) { /* an end each */
-        tile_unit first = unit.tile;
-        first.end = 1;
-        for (int k0 = 0; k0 < args.g.k; k0 += S::BK, at.advance()) produce_end<S>(smem, first, slot, GATHERING, at);
-        slot = (slot + 1) % UNITS_AHEAD;
-      }
       produce_end<S>(smem, unit.tile, slot, GATHERING, at);
       if (S::PACKED && threadIdx.x == 0) post_unit(smem, unit.tile, slot);
       return;
@@ -477,9 +457,7 @@ template <class S, bool GATHERING> DEVICE void produce_units(const gemm_sm90_arg
       rows.set_unit(args.g, unit.tile);
     else
       wait_for_operands<S>(args.g, smem.table, unit.tile, copied);
-    if constexpr (S::TURNS)
-      produce_unit<S, false, GATHERING>(args, smem, unit.tile, slot, rows, at);
-    else if (unit.paired)
+    if (unit.paired)
       produce_unit<S, true, GATHERING>(args, smem, unit.tile, slot, rows, at);
     else
       produce_unit<S, false, GATHERING>(args, smem, unit.tile, slot, rows, at);
@@ -562,10 +540,10 @@ template <class S> DEVICE void produce(const gemm_sm90_args &args, wgmma_smem<S>
  * `tile` lies in shared memory, as registers are full. */
 template <class S> DEVICE void add_tile_stored(const gemm_args &args, const tile_unit &tile, int group, bool all)
 {
-  const int channels = wgmma_channels<S>(args), each = channels / S::SHARERS, there = args.n - tile.n * channels;
+  const int channels = wgmma_channels<S>(args), each = channels / S::CONSUMERS, there = args.n - tile.n * channels;
   bar_sync(1 + group, S::GROUP);
   if (threadIdx.x % S::GROUP == 0)
-    add_h_stored(args, tile.expert, min(each, all ? (there + group) / S::CONSUMERS : there - (S::TURNS ? 0 : group) * each));
+    add_h_stored(args, tile.expert, min(each, all ? (there + group) / S::CONSUMERS : there - group * each));
 }
 
 /* A thread's word among the weights of rows, which rows of codes do not have in use. */
@@ -603,26 +581,12 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
   const int own = threadIdx.x / S::GROUP - 1;
   pipeline_state<S::STAGES> at;
   scales_ahead_of<S, S::WOVEN> scales;
-  [[maybe_unused]] uint32_t kept_used = 0; /* slots of z */
-  if constexpr (S::TURNS)
-    if (own == 1) {
-      give_turn<S>(1);
-      at.advance(ceil_div(args.g.k, S::BK));
-    }
 #pragma unroll 1
-  for (int slot = S::TURNS ? own : 0;; slot = (slot + (S::TURNS ? 2 : 1)) % UNITS_AHEAD) {
-    if constexpr (S::TURNS) take_turn<S>(own);
+  for (int slot = 0;; slot = (slot + 1) % UNITS_AHEAD) {
     wait_for(&smem.full[at.stage], at.phase);
     const int group = S::PACKED ? (int)tid_x() / S::GROUP - 1 : own; /* there registers are full */
     const tile_unit unit = smem.units[slot];
-    if (unit.expert < 0) {
-      if constexpr (S::TURNS)
-        if (unit.end) {
-          skip<S>(args.g, smem, at);
-          give_turn<S>(own);
-        }
-      break;
-    }
+    if (unit.expert < 0) break;
     if constexpr (token_tile<S>::SERVED) {
       __syncwarp(); /* what is staged of the last unit is read */
       if (tokens_are_rows<S>(args.g)) {
@@ -630,20 +594,12 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
         continue;
       }
     }
-    const int channels = wgmma_channels<S>(args.g), channel0 = unit.n * channels + (S::TURNS ? 0 : group) * (channels / S::SHARERS);
+    const int channels = wgmma_channels<S>(args.g), channel0 = unit.n * channels + group * (channels / S::CONSUMERS);
     if (channel0 >= args.g.n) {
       if constexpr (S::WOVEN) scales.skip_unit();
       skip<S>(args.g, smem, at);
-      if constexpr (S::TURNS) {
-        give_turn<S>(own);
-        at.advance(ceil_div(args.g.k, S::BK));
-      }
       continue;
     }
-    if constexpr (S::ACTIVATES && S::TURNS)
-      if (threadIdx.x % S::GROUP == 0)
-        for (uint32_t i = 0; i < 2 && (int)i * KEPT_TOKENS < unit.rows; i++)
-          own_kept<S>::fetch(activated_of<S>(args), smem, own, (kept_used + i) % 2, unit, (int)i * KEPT_TOKENS);
     float acc[S::BLOCKS][S::ACCUMULATORS] = {}; /* anew: kept from tile to tile, ptxas would move them amid wgmmas */
     if constexpr (S::WOVEN)
       multiply_woven<S>(args, smem, at, slot, scales, acc);
@@ -662,9 +618,8 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
     } else if constexpr (S::ACTIVATES) {
       const tile_unit stored = smem.units[slot]; /* as above */
       const int consumer = (int)tid_x() / S::GROUP - 1;
-      store_activated<S>(activated_of<S>(args), smem, at, kept_used, stored, consumer,
-                         {(stored.n * S::SHARERS + (S::TURNS ? 0 : consumer)) * (S::COLUMNS / S::SHARERS), args.g.n},
-                         acc);
+      store_activated<S>(activated_of<S>(args), smem, at, stored, consumer,
+                         {(stored.n * S::CONSUMERS + consumer) * (S::COLUMNS / S::CONSUMERS), args.g.n}, acc);
     } else if constexpr (S::KEEPS) {
       store_kept<S>(args, smem.staging, unit, group, {channel0, args.g.n}, acc);
     } else {
@@ -672,7 +627,6 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
     }
     if (S::GATHERED && args.g.protocol.by_expert)
       add_tile_stored<S>(args.g, smem.units[slot], S::PACKED ? (int)tid_x() / S::GROUP - 1 : group, false);
-    if constexpr (S::TURNS) at.advance(ceil_div(args.g.k, S::BK));
   }
 }
 
@@ -684,11 +638,9 @@ DEVICE void wgmma_gemm(const gemm_sm90_args &args, wgmma_smem<S> &smem, const co
     if (!S::gathers(args.g)) prefetch_tensormap(&args.rows);
     for (int s = 0; s < S::STAGES; s++) {
       mbarrier_init(&smem.full[s], S::gathers(args.g) ? 1 + S::GROUP : 1 + S::HELPERS);
-      mbarrier_init(&smem.empty[s], S::CLUSTER * S::SHARERS * S::GROUP / WARP_SIZE);
+      mbarrier_init(&smem.empty[s], S::CLUSTER * S::CONSUMERS * S::GROUP / WARP_SIZE);
       if constexpr (S::WOVEN) mbarrier_init(&smem.rows_there[s], 1);
     }
-    if constexpr (S::ACTIVATES && S::TURNS)
-      for (int i = 0; i < 2 * S::CONSUMERS; i++) mbarrier_init(&smem.kept[i / 2][i % 2].full, 1);
     for (int i = 0; i < UNITS_AHEAD; i++) mbarrier_init(&smem.drawn_ready[i], 1);
     if constexpr (S::PACKED)
       for (int i = 0; i < UNITS_AHEAD; i++) mbarrier_init(&smem.posted[i], 1);

@@ -64,7 +64,6 @@ int block_barrier(int value); /* returns the number of threads whose value is no
 /* `work` is done once, on what all lanes of `mask` that have not ended handed in (NULL: not one of them). */
 void warp_together(unsigned mask, void *mine, void (*work)(void **of_lane));
 void named_barrier(int barrier, int threads);
-void named_arrive(int barrier, int threads);
 void let_others_run();     /* of one that polls: also CTAs beside this one */
 void polled();             /* a word was read that others may write: now and then the same */
 void let_other_gpus_run(); /* which are other host threads: called in what waits for them */

@@ -418,13 +418,6 @@ void named_barrier(int barrier, int count)
   pause(AT_NAMED);
 }
 
-void named_arrive(int barrier, int count)
-{
-  if (++named_count[barrier] < count) return;
-  named_count[barrier] = 0;
-  wake(AT_NAMED, barrier);
-}
-
 void warp_together(unsigned mask, void *mine, void (*work)(void **))
 {
   warp &w = warps[current / 32];

@@ -204,10 +204,6 @@ DEVICE void bar_sync(int barrier, int threads)
 {
   grid::named_barrier(barrier, threads);
 }
-DEVICE void bar_arrive(int barrier, int threads)
-{
-  grid::named_arrive(barrier, threads);
-}
 
 struct stmatrix_lane {
   const uint32_t *r;
