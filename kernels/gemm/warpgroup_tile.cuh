@@ -20,7 +20,7 @@ DEVICE void hold(int &value)
  * Of a shape S made from it, four things are asked besides:
  *   CLUSTER         CTAs that fill each other's stages
  *   gathers(args)   whether stages hold what threads have copied (cp.async), not the copy engine alone
- *   RELEASE_AT_ONCE         a stage is released as soon as it is used, where memory is the limit; else one step later,
+ *   RELEASE_AT_ONCE         a stage is released as soon as it is used, where loads are the limit; else one step later,
  *                   when the next products are under way
  *   SCALES_BY_COPY  scales of rows in row order come by one copy, which begins up to SCALE_VECTOR - 1 before them
  */
@@ -128,7 +128,7 @@ template <class S, int N> struct wgmma_step<S, N, true> : wgmma_m64k32<typename 
 };
 
 /* acc = weights x rows of one unit, N tokens wide. A stage is released one step later, when its wgmmas are over; at
- * once where memory is the limit. K-major, blocks have octets in turn; N-major, each is an array of BK x 64. */
+ * once where loads are the limit. K-major, blocks have octets in turn; N-major, each is an array of BK x 64. */
 template <class S, int N>
 DEVICE void multiply_n(const gemm_args &args, pipeline_smem<S> &smem, pipeline_state<S::STAGES> &at, int group,
                        typename S::SUM (&acc)[S::BLOCKS][S::ACCUMULATORS])

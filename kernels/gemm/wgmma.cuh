@@ -31,13 +31,16 @@ struct wgmma_shape : pipeline_shape<PRODUCT, BM, BN, BK, STAGES, WARPS> {
   static constexpr bool GATHERED = PRODUCT::SOURCE == SOURCE_gathered;
   static constexpr int CLUSTER = CLUSTER_;
   static_assert(CLUSTER == 2, "CTAs share in halves");
-  static constexpr bool RELEASE_AT_ONCE = false, SCALES_BY_COPY = true;
+  /* Loads are the limit; of codes that was not measured. */
+  static constexpr bool RELEASE_AT_ONCE = wgmma_shape::BITS == 16, SCALES_BY_COPY = true;
   /* Of codes of e4m3: a piece's channels of eight tokens (token_store.cuh). */
   static constexpr int STAGED =
       same_type<typename PRODUCT::X, e4m3> ? PRODUCT::EPILOGUE == EPILOGUE_activation ? 2 : 4 : 1;
-  static constexpr bool WOVEN = false;           /* rows are put into another order in their stages (gemm/packed.cuh) */
-  static constexpr int HELPERS = 0;              /* warps of producers that arrive at a stage's `full`, too */
-  static constexpr bool FINDS = PRODUCT::SCALED; /* a warp of producers finds units while another copies stages */
+  static constexpr bool WOVEN = false; /* rows are put into another order in their stages (gemm/packed.cuh) */
+  static constexpr int HELPERS = 0;    /* warps of producers that arrive at a stage's `full`, too */
+  /* A warp of producers finds units while another copies stages. Not of d h: as it copies rows besides, few tokens'
+   * would come later than that saves. */
+  static constexpr bool FINDS = !PRODUCT::ACTIVATES;
   static constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 56; /* 384 threads start with 168 each */
 
   /* Gathering: 8 threads copy the 128 bytes of a row. */
@@ -525,6 +528,8 @@ template <class S> DEVICE void produce(const gemm_sm90_args &args, wgmma_smem<S>
     if (warp_id() == 0) produce_found<S>(args, smem);
     if (warp_id() == 1) find_units<S>(args, smem);
     if (warp_id() > 1 && copies<S>(args.g)) return copy_rows<typename S::X>(args.g);
+    if constexpr (S::DRAWS)
+      if (warp_id() > 1) return copy_beside(*beside);
   } else {
     if (copies<S>(args.g) && warp_id() != 0 && !helps) return copy_rows<typename S::X>(args.g);
     if constexpr (S::DRAWS)
