@@ -110,6 +110,20 @@ static weight_format rows_of(const gemm_args *g)
   return g->rows.element == DT_I8 ? FORMAT_s8 : FORMAT_e4m3;
 }
 
+/* (k, channel, half, expert) */
+static tensor flat(const gemm_args *g, const variant *v)
+{
+  const bool up = v->op == OP_up || v->op == OP_up_keep;
+  const int64_t all = g->n * g->b.n_stride;
+  return (tensor){
+      .base = first_half(&g->b, g->gated),
+      .rank = 4,
+      .size = {(uint64_t)g->k, (uint64_t)g->n, g->gated ? 2 : 1, (uint64_t)g->experts},
+      .stride = {1, g->b.n_stride, g->gated ? half_distance(&g->b) / 2 : all, g->experts > 1 ? g->b.expert_stride : all},
+      .box = {(uint32_t)v->bk, up ? 64 : 128, 1, 1},
+  };
+}
+
 /* (k, 8 channels, half, channel / 8, expert) */
 static tensor k_major(const gemm_args *g, const variant *v)
 {
@@ -148,7 +162,7 @@ bool tmap_encode(void (*encoder)(void), const variant *v, gemm_sm90_args *args)
 {
   const gemm_args *g = &args->g;
   const weight_format format = (weight_format)g->b.format;
-  const tensor weights = v->major == MAJOR_N ? n_major(g) : k_major(g, v);
+  const tensor weights = v->major == MAJOR_N ? n_major(g) : format_bits(format) == 16 ? flat(g, v) : k_major(g, v);
   args->up_first = weights.base != g->b.base[0];
   if (!encode(encoder, format, &weights, args->weights)) return false;
   if (g->row_pair && !g->packed && !g->protocol.x_copy) return unit_of(format) == 1;

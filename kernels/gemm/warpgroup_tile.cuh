@@ -20,7 +20,7 @@ DEVICE void hold(int &value)
  * Of a shape S made from it, four things are asked besides:
  *   CLUSTER         CTAs that fill each other's stages
  *   gathers(args)   whether stages hold what threads have copied (cp.async), not the copy engine alone
- *   RELEASE_AT_ONCE         a stage is released as soon as it is used, where memory is the limit; else one step later,
+ *   RELEASE_AT_ONCE         a stage is released as soon as it is used, where loads are the limit; else one step later,
  *                   when the next products are under way
  *   SCALES_BY_COPY  scales of rows in row order come by one copy, which begins up to SCALE_VECTOR - 1 before them
  */
@@ -40,6 +40,7 @@ template <class PRODUCT, int BM_, int BN, int BK_, int STAGES_, int WARPS> struc
    * elements of a row, all rows' first lines first; WEIGHT_LINE: elements of W of a weight row. Both of a stage. */
   static constexpr bool PACKED = false;
   static constexpr int LINES = 1, LINE = BK, WEIGHT_LINE = BK;
+  static constexpr bool IN_BLOCKS = PRODUCT::N_MAJOR;
   static constexpr int STAGED = 1; /* 512 bytes of outputs that a warp stages */
   static_assert(BK * BITS == WGMMA_BK * 16 && THREADS == (CONSUMERS + 1) * GROUP,
                 "a swizzle line of k; three warpgroups");
@@ -128,12 +129,12 @@ template <class S, int N> struct wgmma_step<S, N, true> : wgmma_m64k32<typename 
 };
 
 /* acc = weights x rows of one unit, N tokens wide. A stage is released one step later, when its wgmmas are over; at
- * once where memory is the limit. K-major, blocks have octets in turn; N-major, each is an array of BK x 64. */
+ * once where loads are the limit. K-major, blocks have octets in turn; N-major, each is an array of BK x 64. */
 template <class S, int N>
 DEVICE void multiply_n(const gemm_args &args, pipeline_smem<S> &smem, pipeline_state<S::STAGES> &at, int group,
                        typename S::SUM (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
-  constexpr int K16 = S::N_MAJOR ? 16 * 128 >> 4 : 2, NEXT = S::N_MAJOR ? S::BK * 128 >> 4 : 64; /* see wgmma_operand */
+  constexpr int K16 = S::N_MAJOR ? 16 * 128 >> 4 : 2, NEXT = S::IN_BLOCKS ? S::BK * 128 >> 4 : 64; /* see wgmma_operand */
   const bool gathered = S::gathers(args);
   int before = -1;
 #pragma unroll 1
@@ -141,7 +142,7 @@ DEVICE void multiply_n(const gemm_args &args, pipeline_smem<S> &smem, pipeline_s
     wait_for(&smem.full[at.stage], at.phase);
     if (gathered) fence_proxy_async_shared(); /* by cp.async */
     const uint64_t a =
-        wgmma_operand(smem.weights[at.stage] + group * S::BLOCKS * S::BLOCK * S::BK, S::N_MAJOR ? 1 : S::BLOCKS);
+        wgmma_operand(smem.weights[at.stage] + group * S::BLOCKS * S::BLOCK * S::BK, S::IN_BLOCKS ? 1 : S::BLOCKS);
     const uint64_t b = wgmma_operand(smem.rows[at.stage]);
     wgmma_fence();
 #pragma unroll
@@ -194,7 +195,7 @@ template <class S> DEVICE bool in_pairs(const gemm_args &args)
 /* Of outputs: the channel of a warp's octet `g`, from its first one on. */
 template <class S> DEVICE int octet_channel(const gemm_args &args, int g)
 {
-  if constexpr (S::N_MAJOR) {
+  if constexpr (S::IN_BLOCKS) {
     if (!S::gated(args)) return g % S::BLOCKS * S::BLOCK + g / S::BLOCKS * 8;
     if (in_pairs<S>(args)) return g * 32;
   }
@@ -255,7 +256,7 @@ struct channel_span {
 
 template <class S> DEVICE channel_span span_of_warp(const gemm_args &args, channel_span consumer)
 {
-  if constexpr (S::N_MAJOR) {
+  if constexpr (S::IN_BLOCKS) {
     if (!S::gated(args)) return {consumer.first + warp_id() % 4 * 16, consumer.end};
     if (in_pairs<S>(args)) return {consumer.first + warp_id() % 4 * 8, consumer.end};
   }
@@ -274,7 +275,7 @@ template <class S> struct row_bias {
     for (int g = 0; g < S::OCTETS; g++) {
       const int half = gated ? g % 2 : 0;
       int64_t channel = span.first + (gated ? g / 2 : g) * 8 + lane_id() / 4;
-      if constexpr (S::N_MAJOR) channel = span.first + octet_channel<S>(args, gated ? g / 2 : g) + row_channel<S>(args);
+      if constexpr (S::IN_BLOCKS) channel = span.first + octet_channel<S>(args, gated ? g / 2 : g) + row_channel<S>(args);
       float bias[1] = {};
       if (channel < span.end) load_bias(args.b, half, expert, channel, bias);
       of[g] = bias[0];
@@ -450,7 +451,7 @@ DEVICE void store_group(const gemm_args &args, bool up_first, const float *row_w
     }
     if (gated && g + 2 < S::OCTETS) continue;
     int wide = gated ? S::OCTETS / 2 * 8 : 16;
-    if constexpr (S::N_MAJOR) wide = octet_channel<S>(args, gated ? S::OCTETS / 2 - 1 : 1) + 8;
+    if constexpr (S::IN_BLOCKS) wide = octet_channel<S>(args, gated ? S::OCTETS / 2 - 1 : 1) + 8;
     const int begin = span.first + (gated ? 0 : octet_channel<S>(args, g));
     warp_store<S, 2>(args, unit, staged, {begin, min(span.end, begin + wide)}).transpose(args, token0, packed);
   }

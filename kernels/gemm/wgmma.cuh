@@ -31,7 +31,8 @@ struct wgmma_shape : pipeline_shape<PRODUCT, BM, BN, BK, STAGES, WARPS> {
   static constexpr bool GATHERED = PRODUCT::SOURCE == SOURCE_gathered;
   static constexpr int CLUSTER = CLUSTER_;
   static_assert(CLUSTER == 2, "CTAs share in halves");
-  static constexpr bool RELEASE_AT_ONCE = false, SCALES_BY_COPY = true;
+  /* Loads are the limit; of codes that was not measured. */
+  static constexpr bool RELEASE_AT_ONCE = wgmma_shape::BITS == 16, SCALES_BY_COPY = true;
   /* Of codes of e4m3: a piece's channels of eight tokens (token_store.cuh). */
   static constexpr int STAGED =
       same_type<typename PRODUCT::X, e4m3> ? PRODUCT::EPILOGUE == EPILOGUE_activation ? 2 : 4 : 1;
@@ -39,6 +40,9 @@ struct wgmma_shape : pipeline_shape<PRODUCT, BM, BN, BK, STAGES, WARPS> {
   static constexpr int HELPERS = 0;              /* warps of producers that arrive at a stage's `full`, too */
   static constexpr bool FINDS = PRODUCT::SCALED; /* a warp of producers finds units while another copies stages */
   static constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 56; /* 384 threads start with 168 each */
+
+  /* Of 16 bits, gate and up have wgmma's 64 rows in turn; of codes of K-major weights 8. */
+  static constexpr bool FLAT = wgmma_shape::BITS == 16, IN_BLOCKS = FLAT && (PRODUCT::N_MAJOR || PRODUCT::HALVES == 2);
 
   /* Gathering: 8 threads copy the 128 bytes of a row. */
   static constexpr int GATHER_ROWS = wgmma_shape::GROUP / 8, GATHERS = BM / GATHER_ROWS;
@@ -265,38 +269,36 @@ template <class S> struct ordered_scales {
   }
 };
 
-/* Weights come by half a tile, for both CTAs (PAIRED), or by all of it, for this one: boxes of half a tile each, or,
- * N-major, of a block. */
-template <class S, bool PAIRED>
-constexpr int WEIGHT_BOXES = (S::N_MAJOR ? S::COLUMNS / S::BLOCK : S::CLUSTER) / (PAIRED ? S::CLUSTER : 1);
-
 template <class S> constexpr uint16_t EVERY_CTA = (1 << S::CLUSTER) - 1; /* of the cluster */
 
-/* Of N-major halves that lie apart, even blocks are of the first. */
+/* Weights come by half a tile, for both CTAs (PAIRED), or by all of it, for this one, in boxes of so many rows each. */
+template <class S> constexpr int BOX_CHANNELS = S::IN_BLOCKS ? S::BLOCK : S::COLUMNS / S::CLUSTER;
 template <class S, bool PAIRED>
-DEVICE void copy_n_major(const gemm_sm90_args &args, typename S::W *weights, const tile_unit &tile, int box,
-                         uint64_t *full, int k0)
+constexpr int WEIGHT_BOXES = S::COLUMNS / BOX_CHANNELS<S> / (PAIRED ? S::CLUSTER : 1);
+
+/* Of halves that lie apart, even blocks are of the first. */
+template <class S, bool PAIRED>
+DEVICE void copy_flat(const gemm_sm90_args &args, typename S::W *to, const tile_unit &tile, int box, uint64_t *full,
+                      int k0)
 {
-  constexpr int ALL = S::COLUMNS / S::BLOCK;
-  static_assert(S::BLOCKS == 2, "a consumer has a block of gate and one of up");
-  const int apart = S::gated(args.g) && args.g.b.n_stride == 1, block = tile.n * ALL + box,
-            place = (apart ? block / 2 : block) * S::BLOCK, half = apart ? block % 2 : 0;
-  typename S::W *to = weights + box * S::BLOCK * S::BK;
+  static_assert(!S::IN_BLOCKS || S::BLOCKS == 2, "a consumer has a block of gate and one of up");
+  const int apart = S::gated(args.g) && (!S::N_MAJOR || args.g.b.n_stride == 1),
+            block = tile.n * (S::COLUMNS / BOX_CHANNELS<S>)+box, half = apart ? block % 2 : 0,
+            channel = (apart ? block / 2 : block) * BOX_CHANNELS<S>, x = S::N_MAJOR ? channel : k0,
+            y = S::N_MAJOR ? k0 : channel;
   if constexpr (PAIRED)
-    cp_async_bulk_tensor_4d_multicast(to, &args.weights, place, k0, half, tile.expert, full, EVERY_CTA<S>);
+    cp_async_bulk_tensor_4d_multicast(to, &args.weights, x, y, half, tile.expert, full, EVERY_CTA<S>);
   else
-    cp_async_bulk_tensor_4d(to, &args.weights, place, k0, half, tile.expert, full);
+    cp_async_bulk_tensor_4d(to, &args.weights, x, y, half, tile.expert, full);
 }
 
 template <class S, bool PAIRED>
-DEVICE void copy_k_major(const gemm_sm90_args &args, typename S::W *weights, const tile_unit &tile, int box,
-                         uint64_t *full, int k0)
+DEVICE void copy_octets(const gemm_sm90_args &args, typename S::W *to, const tile_unit &tile, int box, uint64_t *full,
+                        int k0)
 {
-  constexpr int HALF = S::COLUMNS / S::CLUSTER; /* weight rows of a box */
   const int octets = wgmma_channels<S>(args.g) / 8,
             octet = tile.n * octets + box * (octets / S::CLUSTER), /* of channels */
       k = k0 / S::BK * S::WEIGHT_LINE;
-  typename S::W *to = weights + box * HALF * S::WEIGHT_LINE;
   if constexpr (PAIRED)
     cp_async_bulk_tensor_5d_multicast(to, &args.weights, k, 0, 0, octet, tile.expert, full, EVERY_CTA<S>);
   else
@@ -309,10 +311,11 @@ DEVICE void copy_weights(const gemm_sm90_args &args, wgmma_smem<S> &smem, const 
                          int k0)
 {
   const int box = (PAIRED ? cluster_ctarank() * WEIGHT_BOXES<S, PAIRED> : 0) + i;
-  if constexpr (S::N_MAJOR)
-    copy_n_major<S, PAIRED>(args, smem.weights[stage], tile, box, &smem.full[stage], k0);
+  typename S::W *to = smem.weights[stage] + box * BOX_CHANNELS<S> * S::WEIGHT_LINE;
+  if constexpr (S::FLAT)
+    copy_flat<S, PAIRED>(args, to, tile, box, &smem.full[stage], k0);
   else
-    copy_k_major<S, PAIRED>(args, smem.weights[stage], tile, box, &smem.full[stage], k0);
+    copy_octets<S, PAIRED>(args, to, tile, box, &smem.full[stage], k0);
 }
 
 /* By one lane: this CTA's half of what the cluster shares, for both; the rest for itself. `others`: bytes that come to
