@@ -613,13 +613,15 @@ static cumoe_status combine_round(const ep_round *r)
 /* ---- rows and sums aside ---- */
 
 /*
- * Of many tokens rows leave while the router and the gate work, by a stream of the group's; what needs no rows comes
- * before the wait for them. Where own tokens are many, and as much travels, these are a layer of their own, whose
+ * Of many tokens rows leave while the router and the gate work, by a stream of the group's; ids are taken and the map is
+ * made before rows are waited for. Where own tokens are many, and as much travels, these are a layer of their own, whose
  * products run meanwhile: up while others' rows arrive, down while the last sums leave; and the others' down is in two
  * parts, the second beside sums of the first part's outputs.
  *
- *   caller's   router, gate, slots, ids, maps | up of own | wait | up, down of the rest: first part, second | down of own
- *   side       rows .......................................                              sums ....... sums
+ *   caller's   router, gate, slots | up of own  | wait | up, down of the rest: first part, second | down of own | collect
+ *   side       rows ............... | ids, map                                      sums ....... sums
+ *
+ * Slots are told of behind fences that wait for rows as well: up of own does not wait for others' slots.
  */
 
 static cudaStream_t side_of(const ep_round *r)
@@ -655,13 +657,21 @@ static cumoe_status put_rows_aside(const ep_round *r)
   return launch_aside(r, MOVE_PUT, &a, NULL);
 }
 
-/* more: slots, behind which rows are waited for. */
-static cumoe_status wait_for(const ep_round *r, ep_load what, bool more)
+/* Slots, behind which rows are waited for, to the map; beside own tokens' products. */
+static cumoe_status map_aside(const ep_round *r, const cumoe_moe_args *a)
 {
-  ep_args a = r->move;
-  a.puts = what;
-  a.more = more;
-  return launch_move(r, MOVE_WAIT_TOKENS, a, NULL);
+  ep_args wait = r->move;
+  layer_ends map = ends_of(r);
+  const cumoe_stream stream = r->own ? side_of(r) : r->c->stream;
+  wait.puts = EP_PUTS_SLOTS;
+  wait.more = true;
+  wait.late = r->own;
+  map.parts = LAYER_MAP;
+  if (r->own) TRY(follow_caller(r));
+  name_call_on(r->c->name, stream);
+  TRY(wire_move(r->c->g, MOVE_WAIT_TOKENS, &wait, NULL, stream));
+  TRY(wire_move(r->c->g, MOVE_TAKE_IDS, &r->move, NULL, stream));
+  return forward_between(r->c->g->shard, r->c->weights, a, stream, &map);
 }
 
 /* Own rows are where the caller has them, ids and weights in this rank's segment, where put lays them. */
@@ -746,16 +756,17 @@ static int32_t second_part(const ep_round *r)
 /* Up to up. */
 static cumoe_status run_up(const ep_round *r, const cumoe_moe_args *a)
 {
-  const group *g = r->c->g;
-  layer_ends map = ends_of(r), up = map;
-  map.parts = LAYER_MAP;
+  ep_args wait = r->move;
+  layer_ends up = ends_of(r);
+  wait.puts = EP_PUTS_ROWS;
+  wait.late = r->own;
   up.parts = LAYER_UP;
-  TRY(wait_for(r, EP_PUTS_SLOTS, true));
-  TRY(launch_move(r, MOVE_TAKE_IDS, r->move, NULL));
-  TRY(forward_between(g->shard, r->c->weights, a, r->c->stream, &map));
-  TRY(serve_own(r, LAYER_MAP | LAYER_UP, EP_ASIDE_PUT_CTAS));
-  TRY(wait_for(r, EP_PUTS_ROWS, false));
-  return forward_between(g->shard, r->c->weights, a, r->c->stream, &up);
+  TRY(serve_own(r, LAYER_MAP, 0)); /* both maps count for args.load */
+  TRY(map_aside(r, a));
+  TRY(serve_own(r, LAYER_UP, EP_ASIDE_PUT_CTAS));
+  if (r->own) TRY(follow_side(r));
+  TRY(launch_move(r, MOVE_WAIT_TOKENS, wait, NULL));
+  return forward_between(r->c->g->shard, r->c->weights, a, r->c->stream, &up);
 }
 
 /* What down does beside sums starts early, so that it has its SMs before these take the rest. */
