@@ -10,10 +10,9 @@
 
 /* Byte offsets. */
 typedef struct ep_workspace {
-  size_t logits, ids, weights, gate_logit, rows, slots, sent, present, arrived, ids_here, y, shared_y, counts, inner,
-      own;
+  size_t logits, ids, weights, gate_logit, rows, slots, sent, present, arrived, ids_here, y, shared_y, counts, inner;
   size_t inner_bytes; /* of the layers inside, one after the other */
-  size_t own_bytes;   /* of this rank's own tokens, where these are a layer of their own */
+  size_t half_bytes;  /* or side by side: of the larger half, where there are halves */
   size_t bytes;
 } ep_workspace;
 
@@ -30,10 +29,17 @@ static bool goes_aside(const group *g, int64_t tokens)
   return tokens >= g->aside_tokens;
 }
 
-/* As a layer of their own, besides. */
-static bool serves_own(const group *g, int64_t tokens)
+/* Ranks in two halves, whose tokens are a layer each. */
+static bool has_halves(const group *g, int64_t tokens)
 {
-  return goes_aside(g, tokens) && tokens * g->shape.top_k / g->shape.experts >= g->own_rows;
+  return goes_aside(g, tokens) && tokens * g->shape.top_k / g->shape.experts >= g->halves_rows;
+}
+
+/* The half that this rank is in, or the other one. */
+static ep_range half_of(const group *g, bool near)
+{
+  const int32_t ranks = g->shape.ranks, cut = ranks / 2;
+  return (g->rank < cut) == near ? (ep_range){0, cut} : (ep_range){cut, ranks - cut};
 }
 
 static cumoe_status lay_out_workspace(const group *g, ep_workspace *w)
@@ -43,9 +49,12 @@ static cumoe_status lay_out_workspace(const group *g, ep_workspace *w)
   size_t shared = 0, end = 0;
   *w = (ep_workspace){0};
   TRY(cumoe_plan_workspace(g->shard, all, &w->inner_bytes));
-  if (serves_own(g, one)) TRY(cumoe_plan_workspace(g->shard, one, &w->own_bytes));
   if (g->shared) TRY(cumoe_plan_workspace(g->shared, one, &shared));
   if (shared > w->inner_bytes) w->inner_bytes = shared;
+  if (has_halves(g, one)) {
+    TRY(cumoe_plan_workspace(g->shard, one * ((g->shape.ranks + 1) / 2), &w->half_bytes));
+      if (2 * w->half_bytes > w->inner_bytes) w->inner_bytes = 2 * w->half_bytes;
+  }
   w->logits = take(&end, one, 4 * (int64_t)router_experts(&g->plan.desc));
   w->ids = take(&end, one, 4 * k);
   w->weights = take(&end, one, 4 * k);
@@ -60,7 +69,6 @@ static cumoe_status lay_out_workspace(const group *g, ep_workspace *w)
   w->shared_y = take(&end, g->shared ? one : 0, row);
   w->counts = take(&end, 1, 4 * (int64_t)g->plan.desc.local_experts);
   w->inner = take(&end, (int64_t)w->inner_bytes, 1);
-  w->own = take(&end, (int64_t)w->own_bytes, 1);
   w->bytes = end;
   return CUMOE_OK;
 }
@@ -177,8 +185,8 @@ typedef struct ep_round {
   cumoe_view x, ids, weights;
   cumoe_gate_args gate; /* what makes ids and weights, where the caller has not given both */
   bool gated;
-  bool aside; /* rows and sums travel by a stream of their own, beside the experts */
-  bool own;   /* and this rank's own tokens are a layer of their own */
+  bool aside;  /* rows and sums travel by a stream of their own, beside the experts */
+  bool halves; /* and each half's tokens are a layer of their own */
   ep_args move;
 } ep_round;
 
@@ -254,10 +262,10 @@ static bool is_aside(const ep_round *r)
 }
 
 /* Of two counts of rows, later rounds would have a third one to add to. */
-static bool is_own(const ep_round *r)
+static bool is_in_halves(const ep_round *r)
 {
   const bool counts_again = r->number > 0 && r->c->layer.counts_out.data;
-  return r->aside && !counts_again && serves_own(r->c->g, r->tokens);
+  return r->aside && !counts_again && has_halves(r->c->g, r->tokens);
 }
 
 static void prepare_moves(ep_round *r)
@@ -266,7 +274,7 @@ static void prepare_moves(ep_round *r)
   const group *g = c->g;
   const cumoe_routing *routing = &g->plan.desc.routing;
   r->aside = is_aside(r);
-  r->own = is_own(r);
+  r->halves = is_in_halves(r);
   r->move = (ep_args){.arena = g->arena,
                       .shape = r->shape,
                       .at = r->at,
@@ -292,13 +300,13 @@ static void prepare_moves(ep_round *r)
                       .sent = region(c, c->at.sent),
                       .all_tokens = {c->layer.x.rows, c->layer.device_tokens.data},
                       .aside = r->aside,
-                      .own = r->own,
+                      .peers = {0, g->shape.ranks},
                       .present = region(c, c->at.present),
                       .arrived = region(c, c->at.arrived),
                       .ids_here = region(c, c->at.ids_here),
                       .y_here = region(c, c->at.y),
                       .fault = g->context->fault};
-  if ((r->number > 0 || r->own) && c->layer.counts_out.data) {
+  if ((r->number > 0 || r->halves) && c->layer.counts_out.data) {
     r->move.counts = region(c, c->at.counts);
     r->move.counts_sum = c->layer.counts_out.data;
   }
@@ -480,23 +488,37 @@ static cumoe_view_mut counts_of_round(const ep_round *r)
   return cumoe_vector_mut(region(c, c->at.counts), CUMOE_I32, c->g->plan.desc.local_experts);
 }
 
-/* This rank's experts, over what all ranks have sent. */
-static cumoe_moe_args shard_args(const ep_round *r)
+/* Rows first .. of a matrix that begins at `base`, without anything between rows. */
+static cumoe_view rows_of(const char *base, cumoe_dtype dtype, int64_t first, int64_t rows, int64_t cols)
+{
+  return cumoe_matrix(base + first * cols * (int64_t)cumoe_dtype_bytes(dtype), dtype, rows, cols, cols);
+}
+
+/* This rank's experts, over what the peers have sent. */
+static cumoe_moe_args args_of(const ep_round *r, ep_range peers, cumoe_view_mut counts, cumoe_view_mut workspace)
 {
   const ep_call *c = r->c;
   const group *g = c->g;
   const cumoe_dtype dtype = (cumoe_dtype)g->plan.desc.dtype;
-  const int64_t rows = r->shape.capacity * g->shape.ranks, hidden = g->shape.hidden, k = g->shape.top_k;
+  const int64_t first = peers.first * r->shape.capacity, rows = peers.count * r->shape.capacity;
+  const int64_t hidden = g->shape.hidden, k = g->shape.top_k, answers = ep_answers(&g->shape);
+  const cumoe_view y = rows_of(region(c, c->at.y), dtype, first * answers, rows * answers, hidden);
   return (cumoe_moe_args){.size = sizeof(cumoe_moe_args),
-                          .x = cumoe_matrix(lane_of(c) + r->at.x, dtype, rows, hidden, hidden),
-                          .ids = cumoe_matrix(region(c, c->at.ids_here), CUMOE_I32, rows, k, k),
-                          .weights = cumoe_matrix(lane_of(c) + r->at.weights, CUMOE_F32, rows, k, k),
+                          .x = rows_of(lane_of(c) + r->at.x, dtype, first, rows, hidden),
+                          .ids = rows_of(region(c, c->at.ids_here), CUMOE_I32, first, rows, k),
+                          .weights = rows_of(lane_of(c) + r->at.weights, CUMOE_F32, first, rows, k),
                           .expert_map = cumoe_vector(g->arena + g->at.every_expert, CUMOE_I32, g->shape.experts),
-                          .out =
-                              cumoe_matrix_mut(region(c, c->at.y), dtype, rows * ep_answers(&g->shape), hidden, hidden),
-                          .counts_out = counts_of_round(r),
+                          .out = cumoe_matrix_mut((void *)(uintptr_t)y.data, dtype, y.rows, hidden, hidden),
+                          .counts_out = counts,
                           .load = c->layer.load,
-                          .workspace = cumoe_vector_mut(region(c, c->at.inner), CUMOE_U8, (int64_t)c->at.inner_bytes)};
+                          .workspace = workspace};
+}
+
+static cumoe_moe_args shard_args(const ep_round *r)
+{
+  const ep_call *c = r->c;
+  return args_of(r, r->move.peers, counts_of_round(r),
+                 cumoe_vector_mut(region(c, c->at.inner), CUMOE_U8, (int64_t)c->at.inner_bytes));
 }
 
 /* Put fills what the experts want filled, if they are so few, unless the shared expert has that memory in between. */
@@ -507,11 +529,11 @@ static bool fills_in_put(const ep_round *r)
 }
 
 /* Kernels are chosen by what all ranks know to come. */
-static layer_ends ends_of(const ep_round *r)
+static layer_ends ends_of(const ep_round *r, ep_range peers)
 {
   const group *g = r->c->g;
   const bool answers = answers_of(r) == EP_PACKETS && r->c->whole && !r->move.counts; /* those finish adds up */
-  return (layer_ends){.rank_tokens = most_of_round(r->c, r->number) * g->shape.ranks,
+  return (layer_ends){.rank_tokens = most_of_round(r->c, r->number) * peers.count,
                       .filled = fills_in_put(r),
                       .returns = !on_cpu(g->context),
                       .few_row = answers ? g->few_row : 0};
@@ -519,7 +541,7 @@ static layer_ends ends_of(const ep_round *r)
 
 static cumoe_status locate_fill(ep_round *r)
 {
-  const layer_ends ends = ends_of(r);
+  const layer_ends ends = ends_of(r, r->move.peers);
   if (!ends.filled) return CUMOE_OK;
   const cumoe_moe_args a = shard_args(r);
   return find_fill(r->c->g->shard, r->c->weights, &a, &ends, &r->move.fill, &r->move.fill_vectors);
@@ -581,7 +603,7 @@ static cumoe_status serve_round(const ep_round *r)
   const ep_call *c = r->c;
   const cumoe_moe_args a = shard_args(r);
   few_args few;
-  layer_ends ends = ends_of(r);
+  layer_ends ends = ends_of(r, r->move.peers);
   ends.few = &few;
   if (!waits_in_put(r)) TRY(run_move(r, MOVE_WAIT_TOKENS));
   TRY(forward_between(c->g->shard, c->weights, &a, c->stream, &ends));
@@ -613,12 +635,12 @@ static cumoe_status combine_round(const ep_round *r)
 /* ---- rows and sums aside ---- */
 
 /*
- * Of many tokens rows leave while the router and the gate work, by a stream of the group's. Where own tokens are many,
- * and as much travels, these are a layer of their own, whose products run meanwhile: up while others' rows arrive, down
- * while the last sums leave; and the others' down is in two parts, the second beside sums of the first part's outputs.
+ * Of many tokens rows leave while the router and the gate work, by a stream of the group's. Where as much travels as is
+ * multiplied, ranks are in two halves, whose tokens are a layer each: a rank sends to its own half first, whose tokens'
+ * up runs while the other half's arrive; and the other half's sums leave beside the own half's down.
  *
- *   caller's   router, gate, slots | up of own | map, up, down of the rest: first part, second | down of own | collect
- *   side       rows ................... wait for tokens, ids                            sums ....... sums
+ *   caller's   router, gate, slots, own half: wait, ids | its up | other half's layer | own half's down | collect
+ *   side       rows to the own half, to the other ... wait, ids                    its sums, own half's sums
  */
 
 static cudaStream_t side_of(const ep_round *r)
@@ -644,57 +666,77 @@ static cumoe_status launch_aside(const ep_round *r, move which, const ep_args *a
   return wire_move(r->c->g, which, a, of, side_of(r));
 }
 
-static cumoe_status put_rows_aside(const ep_round *r)
+static cumoe_status put_rows_to(const ep_round *r, ep_range peers)
 {
   ep_args a = r->move;
   a.puts = EP_PUTS_ROWS;
+  a.peers = peers;
   a.late = true;
-  a.sms = r->own ? EP_ASIDE_PUT_CTAS : 2 * EP_ASIDE_PUT_CTAS;
-  TRY(follow_caller(r));
+  a.sms = r->halves ? EP_ASIDE_PUT_CTAS : 2 * EP_ASIDE_PUT_CTAS;
   return launch_aside(r, MOVE_PUT, &a, NULL);
+}
+
+static cumoe_status put_rows_aside(const ep_round *r)
+{
+  TRY(follow_caller(r));
+  if (!r->halves) return put_rows_to(r, r->move.peers);
+  TRY(put_rows_to(r, half_of(r->c->g, true)));
+  return put_rows_to(r, half_of(r->c->g, false));
+}
+
+/* more: the other half's tokens are still waited for. */
+static cumoe_status wait_for_peers(const ep_round *r, ep_range peers, bool more, cumoe_stream stream)
+{
+  ep_args a = r->move, ids;
+  a.peers = peers;
+  a.more = more;
+  ids = a;
+  a.late = true;
+  name_call_on(r->c->name, stream);
+  TRY(wire_move(r->c->g, MOVE_WAIT_TOKENS, &a, NULL, stream));
+  return wire_move(r->c->g, MOVE_TAKE_IDS, &ids, NULL, stream);
 }
 
 static cumoe_status wait_aside(const ep_round *r)
 {
-  ep_args a = r->move;
-  a.late = true;
+  const ep_range rest = r->halves ? half_of(r->c->g, false) : r->move.peers;
+  if (r->halves) TRY(wait_for_peers(r, half_of(r->c->g, true), true, r->c->stream));
   TRY(follow_caller(r));
-  TRY(launch_aside(r, MOVE_WAIT_TOKENS, &a, NULL));
-  return launch_aside(r, MOVE_TAKE_IDS, &r->move, NULL);
+  return wait_for_peers(r, rest, false, side_of(r));
 }
 
-/* Own rows are where the caller has them, ids and weights in this rank's segment, where put lays them. */
-static cumoe_moe_args own_args(const ep_round *r)
+/* A half's layer, or half of that. Rows of each expert are counted for the caller by the own half, and added to by the
+ * other. */
+static cumoe_status serve_half(const ep_round *r, bool near, layer_ends *ends)
 {
   const ep_call *c = r->c;
-  const group *g = c->g;
-  const cumoe_dtype dtype = (cumoe_dtype)g->plan.desc.dtype;
-  const int64_t first = g->rank * r->shape.capacity, hidden = g->shape.hidden, k = g->shape.top_k;
-  char *lane = lane_of(c), *y = lane + r->at.y + first * hidden * g->shape.element;
-  return (cumoe_moe_args){.size = sizeof(cumoe_moe_args),
-                          .x = r->x,
-                          .ids = cumoe_matrix(lane + r->at.ids + first * k * 4, CUMOE_I32, r->tokens, k, k),
-                          .weights = cumoe_matrix(lane + r->at.weights + first * k * 4, CUMOE_F32, r->tokens, k, k),
-                          .device_tokens = r->present,
-                          .expert_map = cumoe_vector(g->arena + g->at.every_expert, CUMOE_I32, g->shape.experts),
-                          .out = cumoe_matrix_mut(y, dtype, r->tokens, hidden, hidden),
-                          .counts_out = c->layer.counts_out,
-                          .load = c->layer.load,
-                          .workspace = cumoe_vector_mut(region(c, c->at.own), CUMOE_U8, (int64_t)c->at.own_bytes)};
+  char *memory = region(c, c->at.inner + (near ? 0 : c->at.half_bytes));
+  const cumoe_moe_args a = args_of(r, half_of(c->g, near), near ? c->layer.counts_out : counts_of_round(r),
+                                   cumoe_vector_mut(memory, CUMOE_U8, (int64_t)c->at.half_bytes));
+  return forward_between(c->g->shard, c->weights, &a, c->stream, ends);
 }
 
-static cumoe_status serve_own(const ep_round *r, layer_half half, int32_t spared)
+/* Beside what travels. */
+static cumoe_status serve_near(const ep_round *r, layer_half half, int32_t spared, layer_ends *ends)
 {
-  if (!r->own) return CUMOE_OK;
-  const cumoe_moe_args a = own_args(r);
-  layer_ends ends = {.half = half, .spared = spared};
-  return forward_between(r->c->g->shard, r->c->weights, &a, r->c->stream, &ends);
+  *ends = ends_of(r, half_of(r->c->g, true));
+  ends->half = half;
+  ends->spared = spared;
+  return serve_half(r, true, ends);
+}
+
+static cumoe_status serve_far(const ep_round *r, layer_ends *ends)
+{
+  *ends = ends_of(r, half_of(r->c->g, false));
+  ends->late = true;
+  return serve_half(r, false, ends);
 }
 
 /* By dedup the gate says which rows go where; else they leave while it works. */
 static cumoe_status dispatch_aside(const ep_round *r)
 {
   const bool dedup = r->c->g->ways.dedup;
+  layer_ends up;
   TRY(count_round(r));
   if (!dedup) TRY(put_rows_aside(r));
   TRY(run_routing(r));
@@ -703,67 +745,43 @@ static cumoe_status dispatch_aside(const ep_round *r)
   TRY(run_put(r, EP_PUTS_SLOTS));
   TRY(wait_aside(r));
   TRY(run_shared(r));
-  return serve_own(r, LAYER_TO_UP, EP_ASIDE_PUT_CTAS);
+  return r->halves ? serve_near(r, LAYER_TO_UP, EP_ASIDE_PUT_CTAS, &up) : CUMOE_OK;
 }
 
-/* Sums of `columns` outputs from the first one on, or (0) of all; beside products by some SMs. */
-static cumoe_status return_aside(const ep_round *r, const layer_ends *ends, bool more, bool beside)
+/* Sums, behind the layer that they are of; beside a product by some SMs. */
+static cumoe_status return_aside(const ep_round *r, ep_range peers, const layer_ends *ends, bool beside, bool counts)
 {
-  const int64_t shift = ends->first * (int64_t)r->shape.element;
-  combine_args c = ends->combine;
   ep_args a = r->move;
+  a.peers = peers;
   a.late = true;
   a.sms = beside ? EP_ASIDE_RETURN_SMS : 0;
-  if (!ends->combines) return launch_aside(r, MOVE_ANSWER, &a, NULL);
-  if (ends->cuts) {
-    c.y = (const char *)c.y + shift;
-    c.hidden = ends->columns;
-    a.at.y += (uint64_t)shift;
-  }
-  if (more) a.counts = NULL, c.protocol.discard_h = NULL; /* which down still reads */
-  a.more = more;
-  return launch_aside(r, MOVE_RETURN, &a, &c);
+  if (!counts) a.counts = NULL;
+  return launch_aside(r, ends->combines ? MOVE_RETURN : MOVE_ANSWER, &a, ends->combines ? &ends->combine : NULL);
 }
 
-/* A part of down's outputs, behind which the side stream comes. */
-static cumoe_status run_down(const ep_round *r, const cumoe_moe_args *a, int32_t first, int32_t columns,
-                             layer_ends *ends)
-{
-  *ends = ends_of(r);
-  ends->half = LAYER_FROM_DOWN;
-  ends->first = first;
-  ends->columns = columns;
-  ends->spared = first > 0 ? EP_ASIDE_RETURN_SMS : 0;
-  return forward_between(r->c->g->shard, r->c->weights, a, r->c->stream, ends);
-}
-
-/* Where the second part of down begins, which is as many outputs as the first one has; 0: there is none. */
-static int32_t second_part(const ep_round *r)
-{
-  const int32_t hidden = r->shape.hidden, tiles = (hidden / 2 + EP_ASIDE_COLUMNS - 1) / EP_ASIDE_COLUMNS;
-  return r->own && tiles * EP_ASIDE_COLUMNS < hidden ? tiles * EP_ASIDE_COLUMNS : 0;
-}
-
-/* What down does beside sums starts early, so that it has its SMs before these take the rest. */
-static cumoe_status serve_aside(const ep_round *r)
+static cumoe_status serve_all_aside(const ep_round *r)
 {
   const cumoe_moe_args a = shard_args(r);
-  const int32_t hidden = r->shape.hidden, half = second_part(r);
-  layer_ends up = ends_of(r), last, part;
-  up.half = LAYER_TO_UP;
-  up.late = true;
-  TRY(follow_side(r));
-  TRY(forward_between(r->c->g->shard, r->c->weights, &a, r->c->stream, &up));
-  TRY(run_down(r, &a, 0, half, &last));
+  layer_ends ends = ends_of(r, r->move.peers);
+  ends.late = true;
+  TRY(forward_between(r->c->g->shard, r->c->weights, &a, r->c->stream, &ends));
   TRY(follow_caller(r));
-  if (last.cuts) {
-    part = last;
-    TRY(run_down(r, &a, half, hidden - half, &last));
-    TRY(return_aside(r, &part, true, true));
-    TRY(follow_caller(r));
-  }
-  TRY(serve_own(r, LAYER_FROM_DOWN, EP_ASIDE_RETURN_SMS));
-  return return_aside(r, &last, false, r->own);
+  return return_aside(r, r->move.peers, &ends, false, true);
+}
+
+/* What the own half's down does beside sums starts early, so that it has its SMs before these take the rest. */
+static cumoe_status serve_aside(const ep_round *r)
+{
+  const ep_range near = half_of(r->c->g, true), far = half_of(r->c->g, false);
+  layer_ends of_far, of_near;
+  TRY(follow_side(r));
+  if (!r->halves) return serve_all_aside(r);
+  TRY(serve_far(r, &of_far));
+  TRY(follow_caller(r));
+  TRY(serve_near(r, LAYER_FROM_DOWN, EP_ASIDE_RETURN_SMS, &of_near));
+  TRY(return_aside(r, far, &of_far, true, true));
+  TRY(follow_caller(r));
+  return return_aside(r, near, &of_near, false, false);
 }
 
 static cumoe_status combine_aside(const ep_round *r)

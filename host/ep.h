@@ -115,7 +115,7 @@ typedef struct group {
   char names[MOVES][32];           /* of the kernels */
   bool early;                      /* they may start before the grid ahead has ended */
   int64_t aside_tokens;            /* own tokens from which on rows and sums travel aside; INT64_MAX: never */
-  int64_t own_rows;                /* own rows an expert from which on these are a layer of their own */
+  int64_t halves_rows;             /* own rows an expert from which on ranks are in halves */
   cudaStream_t side[EP_MAX_LANES]; /* what goes aside has this stream, */
   cudaEvent_t turn[EP_MAX_LANES];  /* each of the two behind the other by this */
   bool staged;                     /* by NCCL, as what follows */

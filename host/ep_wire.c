@@ -201,7 +201,7 @@ static cumoe_status open_sides(group *g)
   }
   g->aside_tokens = EP_ASIDE_TOKENS;
   const int64_t inter = g->plan.desc.inter * (int64_t)g->shape.top_k;
-  if (inter <= EP_OWN_INTER * (int64_t)(g->shape.ranks - 1)) g->own_rows = EP_OWN_ROWS;
+  if (inter <= EP_HALVES_INTER * (int64_t)(g->shape.ranks - 1)) g->halves_rows = EP_HALVES_ROWS;
   return CUMOE_OK;
 }
 
@@ -286,9 +286,9 @@ static launch_shape grid_of_rows(const ep_shape *s, int64_t rows, ep_args *a)
 }
 
 /* Four ids a thread at a time. */
-static launch_shape grid_of_ids(const ep_shape *s)
+static launch_shape grid_of_ids(const ep_shape *s, const ep_args *a)
 {
-  const int64_t ids = s->capacity * s->ranks * s->top_k, each = 4 * EP_MOVE_THREADS;
+  const int64_t ids = s->capacity * a->peers.count * s->top_k, each = 4 * EP_MOVE_THREADS;
   return (launch_shape){.grid = {(unsigned)between((ids + each - 1) / each, 1, EP_MOVE_CTAS), 1, 1},
                         .block = {EP_MOVE_THREADS, 1, 1}};
 }
@@ -299,7 +299,7 @@ static launch_shape grid_of_return(const group *g, ep_args *a)
   const ep_shape *s = &a->shape;
   const int64_t each = COMBINE_TOKENS(s->top_k), of_warp = a->packets == EP_LINED ? EP_LINE_VECTORS : 32;
   const int64_t columns = EP_RETURN_THREADS / 32 * of_warp * 16 / s->element;
-  const int64_t all = s->ranks * ((s->capacity + each - 1) / each) * ((s->hidden + columns - 1) / columns);
+  const int64_t all = a->peers.count * ((s->capacity + each - 1) / each) * ((s->hidden + columns - 1) / columns);
   const int64_t sms = a->sms ? a->sms : g->context->machine.sms;
   a->movers = (int32_t)between(all, 1, EP_RETURN_RESIDENT * sms);
   return (launch_shape){.grid = {(unsigned)a->movers, 1, 1}, .block = {EP_RETURN_THREADS, 1, 1}};
@@ -341,8 +341,8 @@ static launch_shape shape_of_move(const group *g, move which, ep_args *a)
   case MOVE_COUNT: return one_cta(1);
   case MOVE_PUT:
   case MOVE_GATE_PUT: return grid_of_rows(s, a->tokens.count, a);
-  case MOVE_TAKE_IDS: return grid_of_ids(s);
-  case MOVE_ANSWER: return grid_of_rows(s, s->capacity * s->ranks * ep_answers(s), a);
+  case MOVE_TAKE_IDS: return grid_of_ids(s, a);
+  case MOVE_ANSWER: return grid_of_rows(s, s->capacity * a->peers.count * ep_answers(s), a);
   case MOVE_FEW: return shape_of_few(g, a);
   case MOVE_RETURN: return grid_of_return(g, a);
   case MOVE_FINISH: return grid_of_finish(g, a);

@@ -626,25 +626,6 @@ static cumoe_status fill_words(const router_protocol *p, cumoe_stream stream)
   return CUMOE_OK;
 }
 
-/* Dense weights at a constant distance. */
-static bool cuts_columns(const gemm_args *g)
-{
-  return !format_is_scaled((weight_format)g->b.format) && !g->b.table[0];
-}
-
-/* Outputs first .. of down alone. Units that are drawn are so once (PROGRESS_UNIT_TICKETS). */
-static void cut_columns(gemm_args *g, int32_t first, int32_t columns)
-{
-  if (first > 0) g->protocol.by_expert = false;
-  expert_matrix *b = &g->b;
-  b->base[0] = (const char *)b->base[0] + format_bytes((weight_format)b->format, first * b->n_stride);
-  if (b->bias[0])
-    b->bias[0] =
-        (const char *)b->bias[0] + first * b->bias_n_stride * (int64_t)cumoe_dtype_bytes((cumoe_dtype)b->bias_dtype);
-  g->c = (char *)g->c + first * (int64_t)cumoe_dtype_bytes((cumoe_dtype)g->dtype);
-  g->n = columns;
-}
-
 static bool is_in_half(stage s, layer_half half)
 {
   return half == LAYER_WHOLE || (s <= STAGE_up) == (half == LAYER_TO_UP);
@@ -666,8 +647,6 @@ static cumoe_status run(const pass *p, const struct weights *weights, cumoe_stre
   const launch_step *few = &p->lp.steps[STAGE_few_up];
   ends->fews = p->lp.few_in_one && few->row + 1 == ends->few_row;
   if (ends->fews) *ends->few = l.few.f, ends->few_grid = few->grid;
-  ends->cuts = ends->columns && !p->lp.few && cuts_columns(&l.down.gemm.g);
-  if (ends->cuts) cut_columns(&l.down.gemm.g, ends->first, ends->columns);
   for (stage s = 0; s < STAGE_COUNT; ++s)
     if (is_in_half(s, ends->half) && mapped_of(&l, s)) TRY(encode_maps(context, &p->lp.steps[s], mapped_of(&l, s)));
   TRY(encode_few_maps(context, &p->lp.steps[STAGE_few_up], &l.few));

@@ -44,7 +44,7 @@ typedef struct world {
   bool moves;                       /* every second call, experts in two places are in the second alone */
   bool apart, keeps, ungated;       /* router_x; ids_out and weights_out; a shared expert without a gate */
   bool by_few;                      /* the experts, on a GPU: by the kernels of so many rows */
-  bool aside, own;                /* rows aside, and own tokens a layer of their own, however few; of one rank a GPU */
+  bool aside, halves;             /* rows aside, and ranks in halves, however few tokens; of one rank a GPU */
   bool varies;                    /* calls say in turn tokens_max, the group's room, three times tokens_max */
   const uint64_t *says;           /* of each rank: its mask, 0: makes no call of it */
   int32_t zero, identity, groups; /* of experts, which are ranked by their sigmoids and a bias */
@@ -820,17 +820,17 @@ static void *second_lane(void *argument)
   return NULL;
 }
 
-static void send_aside(cumoe_group handle, bool own)
+static void send_aside(cumoe_group handle, bool halves)
 {
   group *g;
   CHECK_OK(find_group(handle, &g));
-  if (g->side[0]) g->aside_tokens = 1, g->own_rows = own ? 0 : INT64_MAX;
+  if (g->side[0]) g->aside_tokens = 1, g->halves_rows = halves ? 0 : INT64_MAX;
 }
 
 static void enter(rank *r)
 {
   keep(r, join(r));
-  if (r->group && r->w->aside) send_aside(r->group, r->w->own);
+  if (r->group && r->w->aside) send_aside(r->group, r->w->halves);
   if (r->group) keep(r, cumoe_ep_workspace(r->group, &r->workspace_bytes));
   for (int lane = 0; r->workspace_bytes && lane < r->w->lanes; lane++)
     r->workspaces[lane] = device_bytes(r->context, r->workspace_bytes);
@@ -1541,7 +1541,7 @@ static const world worlds[] = {
      .tokens_max = 39,
      .tokens = {39, 20},
      .varies = true},
-    {.name = "own tokens apart, and few in turn",
+    {.name = "in halves, and few in turn",
      .ranks = 2,
      .experts = 8,
      .top_k = 3,
@@ -1553,7 +1553,7 @@ static const world worlds[] = {
      .tokens = {34, 20},
      .varies = true,
      .aside = true,
-     .own = true},
+     .halves = true},
     {.name = "rows aside, counted, in rounds, few of one rank",
      .ranks = 3,
      .experts = 8,
@@ -1990,7 +1990,7 @@ static void stop_waiting(int signal)
 
 /* Kernels that the CPU runs would take minutes for these. */
 static const world asides[] = {
-    {.name = "own tokens apart, residual, two lanes",
+    {.name = "in halves, residual, two lanes",
      .ranks = 2,
      .lanes = 2,
      .experts = 9,
@@ -2003,8 +2003,8 @@ static const world asides[] = {
      .spread = SCATTERED,
      .residual = true,
      .aside = true,
-     .own = true},
-    {.name = "own tokens of one rank of two apart, routed by the caller",
+     .halves = true},
+    {.name = "in halves, one of two ranks without tokens, routed by the caller",
      .ranks = 2,
      .experts = 6,
      .top_k = 2,
@@ -2015,8 +2015,8 @@ static const world asides[] = {
      .odd_ids = true,
      .routed = true,
      .aside = true,
-     .own = true},
-    {.name = "own tokens apart, counted, in rounds",
+     .halves = true},
+    {.name = "in halves, counted, in rounds",
      .ranks = 2,
      .experts = 8,
      .top_k = 2,
@@ -2026,8 +2026,8 @@ static const world asides[] = {
      .tokens = {90, 57},
      .counted = true,
      .aside = true,
-     .own = true},
-    {.name = "own tokens of four ranks apart",
+     .halves = true},
+    {.name = "in halves of two ranks",
      .ranks = 4,
      .experts = 8,
      .top_k = 4,
@@ -2035,7 +2035,17 @@ static const world asides[] = {
      .capacity = 48,
      .tokens = {48, 40, 34, 47},
      .aside = true,
-     .own = true},
+     .halves = true},
+    {.name = "in halves of one rank and two",
+     .ranks = 3,
+     .experts = 8,
+     .top_k = 3,
+     .dtype = CUMOE_F16,
+     .capacity = 37,
+     .tokens = {37, 20, 31},
+     .counted = true,
+     .aside = true,
+     .halves = true},
     {.name = "rows aside, wide",
      .ranks = 2,
      .experts = 4,
@@ -2049,20 +2059,20 @@ static const world asides[] = {
 };
 
 /* By kernels of many rows, of which down draws its units. */
-static void many_on_gpus(bool own)
+static void many_on_gpus(bool halves)
 {
-  const world w = {.name = own ? "own tokens apart, by products of many rows" : "rows aside, by products of many rows",
-                   .ranks = own ? 3 : 2,
+  const world w = {.name = halves ? "in halves, by products of many rows" : "rows aside, by products of many rows",
+                   .ranks = gpus >= 4 ? 4 : gpus >= 3 ? 3 : 2,
                    .experts = 8,
                    .top_k = 2,
                    .dtype = CUMOE_BF16,
                    .hidden = 1024,
                    .inter = 256,
-                   .capacity = 1100,
-                   .tokens = {1050, 730, 901},
+                   .capacity = 1101,
+                   .tokens = {1050, 730, 901, 1101},
                    .by_few = true,
                    .aside = true,
-                   .own = own};
+                   .halves = halves};
   if (!emulated()) run_world(&w, false);
 }
 

@@ -13,7 +13,7 @@
 
 /* Rows are dealt to the warps rank by rank in turn. */
 struct answer_row {
-  int64_t token; /* in all segments */
+  int64_t token; /* in all ranks' segments */
   int source, answer;
   unsigned row; /* in its segment */
   bool here;    /* this rank has it: of the slot, or of any */
@@ -21,9 +21,9 @@ struct answer_row {
 
 DEVICE answer_row row_to_answer(const ep_args &a, unsigned i, unsigned end)
 {
-  const unsigned ranks = a.shape.ranks, answers = ep_answers(&a.shape);
+  const unsigned ranks = a.peers.count, answers = ep_answers(&a.shape);
   answer_row r;
-  r.source = (int)((a.rank + i) % ranks);
+  r.source = a.peers.first + (int)((a.rank + i) % ranks);
   r.row = i / ranks;
   r.answer = (int)(r.row % answers);
   r.token = r.source * a.shape.capacity + r.row / answers;
@@ -36,8 +36,8 @@ DEVICE answer_row row_to_answer(const ep_args &a, unsigned i, unsigned end)
 DEVICE unsigned rows_to_answer(const ep_args &a)
 {
   int most = 0;
-  for (int r = lane_id(); r < a.shape.ranks; r += WARP_SIZE) most = max(most, a.arrived[r]);
-  return (unsigned)warp_max(most) * ep_answers(&a.shape) * a.shape.ranks;
+  for (int i = lane_id(); i < a.peers.count; i += WARP_SIZE) most = max(most, a.arrived[a.peers.first + i]);
+  return (unsigned)warp_max(most) * ep_answers(&a.shape) * a.peers.count;
 }
 
 DEVICE void answer_rows(const ep_args &a)
@@ -317,6 +317,7 @@ template <class In, class Out> DEVICE void finish(const combine_args &c, const e
 
 /* ---- answer by the layer's combine ---- */
 
+/* The layer has tokens of the peers' segments, one behind the other. */
 struct outputs_of_ranks {
   const ep_args &a;
   const int *arrived; /* a.arrived, at hand: each part begins and ends with one of them */
@@ -331,21 +332,25 @@ struct outputs_of_ranks {
     wait_for_earlier_grids_alone();
     if (!a.then_waits) let_next_grid_start();
   }
-  /* Parts of segments in turn, so that no link idles; this rank's own is the last one. */
+  /* The segment whose turn is `turn`'s, so that no link idles; this rank's own is the last one. */
+  DEVICE unsigned segment(unsigned turn) const
+  {
+    const unsigned first = a.rank < a.peers.first ? 0 : a.rank - a.peers.first + 1;
+    return (first + turn) % (unsigned)a.peers.count;
+  }
   DEVICE combine_part part(const combine_args &c, unsigned, int columns) const
   {
     combine_part p(c, number, columns);
-    const unsigned group = number / p.slices, ranks = a.shape.ranks, source = (a.rank + 1 + group) % ranks,
-                   row = group / ranks * p.most;
-    p.first_token = source * a.shape.capacity + row;
-    p.tokens = min(arrived[source] - (int)row, p.most);
+    const unsigned group = number / p.slices, peers = a.peers.count, from = segment(group), row = group / peers * p.most;
+    p.first_token = from * a.shape.capacity + row;
+    p.tokens = min(arrived[a.peers.first + from] - (int)row, p.most);
     return p;
   }
   template <class Out, int VECTOR>
   DEVICE void store_row(const combine_args &c, int64_t token, int slot, int at, const float (&value)[VECTOR]) const
   {
-    const unsigned capacity = (unsigned)a.shape.capacity, source = (unsigned)token / capacity,
-                   row = (unsigned)token - source * capacity;
+    const unsigned capacity = (unsigned)a.shape.capacity, from = (unsigned)token / capacity,
+                   source = a.peers.first + from, row = (unsigned)token - from * capacity;
     if (a.packets) {
       uint4 data;
       store_f32<VECTOR>(reinterpret_cast<Out *>(&data), value);
@@ -397,11 +402,11 @@ DEVICE bool find_addend(const combine_args &c, const outputs_of_ranks &place, co
                         int slot, addend *found)
 {
   const ep_args &a = place.a;
-  const unsigned slices = s.slices, ranks = a.shape.ranks, capacity = (unsigned)a.shape.capacity;
-  const unsigned group = number / slices, slice = number - group * slices, row = group / ranks,
-                 source = (a.rank + 1 + (group - row * ranks)) % ranks;
+  const unsigned slices = s.slices, peers = a.peers.count, capacity = (unsigned)a.shape.capacity;
+  const unsigned group = number / slices, slice = number - group * slices, row = group / peers,
+                 from = place.segment(group - row * peers), source = a.peers.first + from;
   if (row >= place.arrived[source]) return false;
-  const int64_t token = source * capacity + row, there = (int64_t)a.rank * capacity + row, first = slice * s.columns;
+  const int64_t token = from * capacity + row, there = (int64_t)a.rank * capacity + row, first = slice * s.columns;
   const int line = load_relaxed(c.slot_row + token * c.top_k + slot);
   const float weight = c.pair_weights ? load_relaxed(c.pair_weights + token * c.pair_weights_ld + slot) : 1.f;
   const bool known = line < c.rows_cap && line >= ROW_DROPPED;
@@ -519,7 +524,7 @@ DEVICE void sum_to_ranks(const combine_args &c, const slicing<In> &slices, const
 {
   __shared__ addends s;
   const ep_args &a = place.a;
-  const unsigned end = a.shape.ranks * (unsigned)a.shape.capacity * slices.slices,
+  const unsigned end = a.peers.count * (unsigned)a.shape.capacity * slices.slices,
                  step = EP_RETURN_THREADS / c.top_k * a.movers;
   if (!c.protocol.early_inputs) place.wait();
 #pragma unroll 1
@@ -546,7 +551,7 @@ template <class In, int COLUMNS>
 DEVICE void combine_to_ranks(const combine_args &c, const ep_args &a, uint32_t exchange)
 {
   const unsigned most = COMBINE_TOKENS(c.top_k), slices = ceil_div(c.hidden, COLUMNS),
-                 parts = a.shape.ranks * (((unsigned)a.shape.capacity + most - 1) / most) * slices;
+                 parts = a.peers.count * (((unsigned)a.shape.capacity + most - 1) / most) * slices;
   __shared__ int arrived[EP_MAX_RANKS];
   for (int r = threadIdx.x; r < a.shape.ranks; r += blockDim.x) arrived[r] = load_relaxed(&a.arrived[r]);
   const bool distrusts = a.packets && has_been_distrusted(a, exchange);

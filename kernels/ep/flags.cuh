@@ -15,8 +15,8 @@ DEVICE void tell(const ep_args &a, uint64_t words, const uint32_t *sent, uint32_
                  unsigned cta, unsigned ctas, int threads)
 {
 #pragma unroll 1
-  for (int i = threadIdx.x; i < a.shape.ranks * EP_FLAG_WORDS; i += threads) {
-    const int r = i / EP_FLAG_WORDS, word = i % EP_FLAG_WORDS;
+  for (int i = threadIdx.x; i < a.peers.count * EP_FLAG_WORDS; i += threads) {
+    const int r = a.peers.first + i / EP_FLAG_WORDS, word = i % EP_FLAG_WORDS;
     if (word % ctas != cta || !is_active(a, r)) continue;
     char *at = lane_of(a, r) + words + (uint64_t)a.rank * EP_LINE + word * sizeof(uint64_t);
     const uint64_t flag = ep_flag(exchange, sent ? sent[r] : tokens);
@@ -163,8 +163,8 @@ DEVICE bool wait_for_all(const ep_args &a, uint64_t words, int phase, uint32_t e
   /* A thread of its own looks whether the group has given up before. */
   bool all = threadIdx.x != threads - 1 || !has_given_up(a);
 #pragma unroll 1
-  for (int i = threadIdx.x; i < a.shape.ranks * EP_FLAG_WORDS; i += threads) {
-    const int r = i / EP_FLAG_WORDS, word = i % EP_FLAG_WORDS;
+  for (int i = threadIdx.x; i < a.peers.count * EP_FLAG_WORDS; i += threads) {
+    const int r = a.peers.first + i / EP_FLAG_WORDS, word = i % EP_FLAG_WORDS;
     uint32_t tokens = 0;
     if (is_active(a, r) && (all || r == a.rank))
       all &= wait_for_word<FIRST != WHOLE_CTA>(a, own + (uint64_t)r * EP_LINE + word * sizeof(uint64_t), exchange,

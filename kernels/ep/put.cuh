@@ -58,7 +58,6 @@ DEVICE int place_of(const ep_args &a, const place_table &t, int64_t token, int s
 /* The row of this rank's segment there that a token takes, or -1: it does not go there. */
 DEVICE int row_there(const ep_args &a, const uint64_t *active, unsigned token, int rank)
 {
-  if (a.own && rank == a.rank) return (int)token;
   if (a.slots) return a.slots[(int64_t)token * a.shape.ranks + rank];
   return is_among(active, rank) ? (int)token : -1;
 }
@@ -72,16 +71,17 @@ DEVICE void load_row(const ep_args &a, unsigned token, row_part &p)
  * others at once while links to the rest idle. Of few this would only be more code to fetch. */
 DEVICE int rank_in_turn(const ep_args &a, unsigned token, int i)
 {
-  const int others = a.shape.ranks - 1;
+  const unsigned first = a.peers.first, count = a.peers.count, own = a.rank - first;
   if (a.packets) return i;
-  return i < others ? (int)((a.rank + 1 + (token + i) % others) % a.shape.ranks) : a.rank;
+  if (own >= count) return first + (token + i) % count;
+  return first + (i + 1u < count ? (own + 1 + (token + i) % (count - 1)) % count : own);
 }
 
 DEVICE void store_row(const ep_args &a, unsigned token, const row_part &p)
 {
   const int width = row_vectors(a);
   const int64_t bytes = (int64_t)width * 16, first = a.rank * a.shape.capacity;
-  for (int i = 0; i < a.shape.ranks - a.own; i++) {
+  for (int i = 0; i < a.peers.count; i++) {
     const int r = rank_in_turn(a, token, i);
     const int row = row_there(a, active_ranks(a), token, r);
     if (row >= 0) store_part(p, lane_of(a, r) + a.at.x + (first + row) * bytes, width);
