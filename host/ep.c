@@ -666,22 +666,22 @@ static cumoe_status launch_aside(const ep_round *r, move which, const ep_args *a
   return wire_move(r->c->g, which, a, of, side_of(r));
 }
 
-static cumoe_status put_rows_to(const ep_round *r, ep_range peers)
+static cumoe_status put_rows_to(const ep_round *r, ep_range peers, int32_t ctas)
 {
   ep_args a = r->move;
   a.puts = EP_PUTS_ROWS;
   a.peers = peers;
   a.late = true;
-  a.sms = r->halves ? EP_ASIDE_PUT_CTAS : 2 * EP_ASIDE_PUT_CTAS;
+  a.sms = ctas;
   return launch_aside(r, MOVE_PUT, &a, NULL);
 }
 
+/* Beside router and gate there is room for more. */
 static cumoe_status put_rows_aside(const ep_round *r)
 {
   TRY(follow_caller(r));
-  if (!r->halves) return put_rows_to(r, r->move.peers);
-  TRY(put_rows_to(r, half_of(r->c->g, true)));
-  return put_rows_to(r, half_of(r->c->g, false));
+  TRY(put_rows_to(r, r->halves ? half_of(r->c->g, true) : r->move.peers, 2 * EP_ASIDE_PUT_CTAS));
+  return r->halves ? put_rows_to(r, half_of(r->c->g, false), EP_ASIDE_PUT_CTAS) : CUMOE_OK;
 }
 
 /* more: the other half's tokens are still waited for. */

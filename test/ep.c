@@ -2042,6 +2042,7 @@ static const world asides[] = {
      .top_k = 3,
      .dtype = CUMOE_F16,
      .capacity = 37,
+     .tokens_max = 37,
      .tokens = {37, 20, 31},
      .counted = true,
      .aside = true,

@@ -71,8 +71,8 @@
  *             not, and ncclCommAbort. Now the stream ends: at once, or, where the group was not aborted, when what
  *             waits behind NCCL has done so for timeout_ns, and cumoe_group_fault_read says TIMEOUT, the phase and a
  *             rank whose message had not come: of more than two ranks any, even this one, as all messages end with the
- *             communicator. Who is lost, the engine's own store knows. Of the group only abort, fault_read and destroy may be called from ncclCommAbort on, until one of
- *             the first two has answered; then any
+ *             communicator. Who is lost, the engine's own store knows. Of the group only abort, fault_read and destroy
+ *             may be called from ncclCommAbort on, until one of the first two has answered; then any
  *   missing   LIBRARY_MISSING: no NCCL is loaded, or a function is not in it; NOT_SUPPORTED: it is too old;
  *             INVALID_ARGUMENT, WRONG_DEVICE: a communicator of other ranks, of another device
  * On the CPU device config.nccl may be a library of one's own, whose functions of NCCL's names copy the host's memory
