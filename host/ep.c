@@ -635,12 +635,13 @@ static cumoe_status combine_round(const ep_round *r)
 /* ---- rows and sums aside ---- */
 
 /*
- * Of many tokens rows leave while the router and the gate work, by a stream of the group's. Where as much travels as is
+ * Of many tokens rows leave by a stream of the group's, while the router and the gate work; ids and weights follow by
+ * the caller's, and what a rank does without rows it does before it waits for them. Where as much travels as is
  * multiplied, ranks are in two halves, whose tokens are a layer each: a rank sends to its own half first, whose tokens'
  * up runs while the other half's arrive; and the other half's sums leave beside the own half's down.
  *
- *   caller's   router, gate, slots, own half: wait, ids | its up | other half's layer | own half's down | collect
- *   side       rows to the own half, to the other ... wait, ids                    its sums, own half's sums
+ *   caller's   router, gate, slots, ids, both maps | own half's up | other half's up, down | own half's down | collect
+ *   side       rows to the own half, to the other half ............                         its sums, own half's sums
  */
 
 static cudaStream_t side_of(const ep_round *r)
@@ -660,10 +661,11 @@ static cumoe_status follow_side(const ep_round *r)
   return wire_follow(r->c->g, r->c->args.lane, r->c->stream, side_of(r));
 }
 
-static cumoe_status launch_aside(const ep_round *r, move which, const ep_args *a, const void *of)
+static cumoe_status launch_aside(const ep_round *r, move which, ep_args a, const void *of)
 {
+  a.late = true;
   name_call_on(r->c->name, side_of(r));
-  return wire_move(r->c->g, which, a, of, side_of(r));
+  return wire_move(r->c->g, which, &a, of, side_of(r));
 }
 
 static cumoe_status put_rows_to(const ep_round *r, ep_range peers, int32_t ctas)
@@ -671,81 +673,60 @@ static cumoe_status put_rows_to(const ep_round *r, ep_range peers, int32_t ctas)
   ep_args a = r->move;
   a.puts = EP_PUTS_ROWS;
   a.peers = peers;
-  a.late = true;
   a.sms = ctas;
-  return launch_aside(r, MOVE_PUT, &a, NULL);
+  return launch_aside(r, MOVE_PUT, a, NULL);
 }
 
-/* Beside router and gate there is room for more. */
 static cumoe_status put_rows_aside(const ep_round *r)
 {
+  const group *g = r->c->g;
   TRY(follow_caller(r));
-  TRY(put_rows_to(r, r->halves ? half_of(r->c->g, true) : r->move.peers, 2 * EP_ASIDE_PUT_CTAS));
-  return r->halves ? put_rows_to(r, half_of(r->c->g, false), EP_ASIDE_PUT_CTAS) : CUMOE_OK;
-}
-
-/* more: the other half's tokens are still waited for. */
-static cumoe_status wait_for_peers(const ep_round *r, ep_range peers, bool more, cumoe_stream stream)
-{
-  ep_args a = r->move, ids;
-  a.peers = peers;
-  a.more = more;
-  ids = a;
-  a.late = true;
-  name_call_on(r->c->name, stream);
-  TRY(wire_move(r->c->g, MOVE_WAIT_TOKENS, &a, NULL, stream));
-  return wire_move(r->c->g, MOVE_TAKE_IDS, &ids, NULL, stream);
-}
-
-static cumoe_status wait_aside(const ep_round *r)
-{
-  const ep_range rest = r->halves ? half_of(r->c->g, false) : r->move.peers;
-  if (r->halves) TRY(wait_for_peers(r, half_of(r->c->g, true), true, r->c->stream));
-  TRY(follow_caller(r));
-  return wait_for_peers(r, rest, false, side_of(r));
-}
-
-/* A half's layer, or half of that. Rows of each expert are counted for the caller by the own half, and added to by the
- * other. */
-static cumoe_status serve_half(const ep_round *r, bool near, layer_ends *ends)
-{
-  const ep_call *c = r->c;
-  char *memory = region(c, c->at.inner + (near ? 0 : c->at.half_bytes));
-  const cumoe_moe_args a = args_of(r, half_of(c->g, near), near ? c->layer.counts_out : counts_of_round(r),
-                                   cumoe_vector_mut(memory, CUMOE_U8, (int64_t)c->at.half_bytes));
-  return forward_between(c->g->shard, c->weights, &a, c->stream, ends);
-}
-
-/* Beside what travels. */
-static cumoe_status serve_near(const ep_round *r, layer_half half, int32_t spared, layer_ends *ends)
-{
-  *ends = ends_of(r, half_of(r->c->g, true));
-  ends->half = half;
-  ends->spared = spared;
-  return serve_half(r, true, ends);
-}
-
-static cumoe_status serve_far(const ep_round *r, layer_ends *ends)
-{
-  *ends = ends_of(r, half_of(r->c->g, false));
-  ends->late = true;
-  return serve_half(r, false, ends);
+  if (!r->halves) return put_rows_to(r, r->move.peers, EP_ASIDE_PUT_CTAS);
+  TRY(put_rows_to(r, half_of(g, true), EP_ASIDE_PUT_CTAS));
+  return put_rows_to(r, half_of(g, false), EP_ASIDE_FAR_CTAS);
 }
 
 /* By dedup the gate says which rows go where; else they leave while it works. */
 static cumoe_status dispatch_aside(const ep_round *r)
 {
   const bool dedup = r->c->g->ways.dedup;
-  layer_ends up;
   TRY(count_round(r));
   if (!dedup) TRY(put_rows_aside(r));
   TRY(run_routing(r));
   if (dedup) TRY(run_move(r, MOVE_SLOTS));
   if (dedup) TRY(put_rows_aside(r));
   TRY(run_put(r, EP_PUTS_SLOTS));
-  TRY(wait_aside(r));
-  TRY(run_shared(r));
-  return r->halves ? serve_near(r, LAYER_TO_UP, EP_ASIDE_PUT_CTAS, &up) : CUMOE_OK;
+  return run_shared(r);
+}
+
+/* more: of the same exchange is waited again. */
+static cumoe_status wait_for(const ep_round *r, ep_load what, ep_range peers, bool more)
+{
+  ep_args a = r->move;
+  a.puts = what;
+  a.peers = peers;
+  a.more = more;
+  return launch_move(r, MOVE_WAIT_TOKENS, a, NULL);
+}
+
+static cumoe_status take_ids(const ep_round *r)
+{
+  TRY(wait_for(r, EP_PUTS_SLOTS, r->move.peers, true));
+  return launch_move(r, MOVE_TAKE_IDS, r->move, NULL);
+}
+
+/* Parts of a half's layer. The own half counts each expert's rows for the caller, to which those of the other are
+ * added. */
+static cumoe_status serve_half(const ep_round *r, bool near, uint32_t parts, int32_t spared, layer_ends *ends)
+{
+  const ep_call *c = r->c;
+  char *memory = region(c, c->at.inner + (near ? 0 : c->at.half_bytes));
+  const cumoe_moe_args a = args_of(r, half_of(c->g, near), near ? c->layer.counts_out : counts_of_round(r),
+                                   cumoe_vector_mut(memory, CUMOE_U8, (int64_t)c->at.half_bytes));
+  *ends = ends_of(r, half_of(c->g, near));
+  ends->parts = parts;
+  ends->spared = spared;
+  return forward_between(c->g->shard, c->weights, &a, c->stream, ends);
 }
 
 /* Sums, behind the layer that they are of; beside a product by some SMs. */
@@ -753,35 +734,46 @@ static cumoe_status return_aside(const ep_round *r, ep_range peers, const layer_
 {
   ep_args a = r->move;
   a.peers = peers;
-  a.late = true;
   a.sms = beside ? EP_ASIDE_RETURN_SMS : 0;
   if (!counts) a.counts = NULL;
-  return launch_aside(r, ends->combines ? MOVE_RETURN : MOVE_ANSWER, &a, ends->combines ? &ends->combine : NULL);
+  return launch_aside(r, ends->combines ? MOVE_RETURN : MOVE_ANSWER, a, ends->combines ? &ends->combine : NULL);
 }
 
 static cumoe_status serve_all_aside(const ep_round *r)
 {
   const cumoe_moe_args a = shard_args(r);
-  layer_ends ends = ends_of(r, r->move.peers);
-  ends.late = true;
-  TRY(forward_between(r->c->g->shard, r->c->weights, &a, r->c->stream, &ends));
+  layer_ends map = ends_of(r, r->move.peers), rest = map;
+  map.parts = LAYER_MAP;
+  rest.parts = LAYER_UP | LAYER_DOWN;
+  TRY(forward_between(r->c->g->shard, r->c->weights, &a, r->c->stream, &map));
+  TRY(wait_for(r, EP_PUTS_ROWS, r->move.peers, false));
+  TRY(forward_between(r->c->g->shard, r->c->weights, &a, r->c->stream, &rest));
   TRY(follow_caller(r));
-  return return_aside(r, r->move.peers, &ends, false, true);
+  return return_aside(r, r->move.peers, &rest, false, true);
 }
 
 /* What the own half's down does beside sums starts early, so that it has its SMs before these take the rest. */
-static cumoe_status serve_aside(const ep_round *r)
+static cumoe_status serve_halves(const ep_round *r)
 {
   const ep_range near = half_of(r->c->g, true), far = half_of(r->c->g, false);
-  layer_ends of_far, of_near;
-  TRY(follow_side(r));
-  if (!r->halves) return serve_all_aside(r);
-  TRY(serve_far(r, &of_far));
+  layer_ends of_near, of_far;
+  TRY(serve_half(r, true, LAYER_MAP, 0, &of_near));
+  TRY(serve_half(r, false, LAYER_MAP, 0, &of_far));
+  TRY(wait_for(r, EP_PUTS_ROWS, near, true));
+  TRY(serve_half(r, true, LAYER_UP, EP_ASIDE_FAR_CTAS, &of_near));
+  TRY(wait_for(r, EP_PUTS_ROWS, far, false));
+  TRY(serve_half(r, false, LAYER_UP | LAYER_DOWN, 0, &of_far));
   TRY(follow_caller(r));
-  TRY(serve_near(r, LAYER_FROM_DOWN, EP_ASIDE_RETURN_SMS, &of_near));
+  TRY(serve_half(r, true, LAYER_DOWN, EP_ASIDE_RETURN_SMS, &of_near));
   TRY(return_aside(r, far, &of_far, true, true));
   TRY(follow_caller(r));
   return return_aside(r, near, &of_near, false, false);
+}
+
+static cumoe_status serve_aside(const ep_round *r)
+{
+  TRY(take_ids(r));
+  return r->halves ? serve_halves(r) : serve_all_aside(r);
 }
 
 static cumoe_status combine_aside(const ep_round *r)

@@ -342,7 +342,7 @@ static void say_launches(char *to, const char *trace)
  * its layer has no launches. */
 static void launches_aside(void)
 {
-  static const char *const want[] = {"/pG/wT/mUD/r/aC", "/ppGwT/wTMU//Dy/r/aC"};
+  static const char *const want[] = {"/pGWTMWUD/r/aC", "/ppGWTMWUW/Dy/r/aC"};
   for (int i = 0; i < 2; i++) {
     char order[256];
     member m = {0};

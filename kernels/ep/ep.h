@@ -98,13 +98,14 @@ typedef struct ep_range {
   int32_t first, count;
 } ep_range;
 
-EP_BOTH int ep_is_in(ep_range r, int32_t rank)
-{
-  return rank >= r.first && rank - r.first < r.count;
-}
-
 /* What a put moves. Aside (below) it is two grids at once, each of which has half of the words of a flag. */
 typedef enum ep_load { EP_PUTS_ALL, EP_PUTS_ROWS, EP_PUTS_SLOTS } ep_load;
+
+/* Words of a flag are told by the grids in turn. */
+EP_BOTH int ep_is_word_of(ep_load load, int word)
+{
+  return load == EP_PUTS_ALL || word % 2 == (load == EP_PUTS_SLOTS);
+}
 
 /* Bytes from the arena's start; those below `lane` from the start of a lane's part, one every lane_bytes. */
 typedef struct ep_layout {
@@ -166,8 +167,8 @@ typedef struct ep_args {
   int32_t aside; /* put is two grids side by side, neither of which counts the exchange: who waits does, and leaves ids
                      to a grid of their own */
   ep_range peers; /* whose rows, flags and sums this grid is for: all ranks', or aside those of a half */
-  int32_t more;   /* of the wait for tokens and its ids: another wait of the exchange follows, which counts it */
-  int32_t puts;   /* of put, aside: an ep_load, what this grid moves */
+  int32_t more;   /* of the wait for tokens: another one of the exchange follows, which counts it */
+  int32_t puts;   /* aside, of put and of the wait for tokens: an ep_load, what this grid moves or waits for */
   int32_t late;  /* the host: behind more than one grid, so that this one does not start early */
   int32_t sms;   /* the host: of rows aside and of return, that it has; 0: all */
   fault_sink fault;
@@ -176,11 +177,11 @@ typedef struct ep_args {
 
 /* The CUDA kernels' grids: parts of a row lie along y, rows along x; so many rows a CTA, up to so many CTAs. */
 enum { EP_PART_BYTES = 4096, EP_MOVE_THREADS = 512, EP_WAIT_THREADS = 1024, EP_MOVE_ROWS = 8, EP_MOVE_CTAS = 128 };
-/* Aside: from so many tokens on; CTAs of put that have an SM each (8 fill the links with stores), SMs that the combine
- * which answers has beside a product. In halves from so many own rows an expert on, as every expert's weights are read
+/* Aside: from so many tokens on; CTAs of put that have an SM each (8 fill the links with stores), those of the put to
+ * the other half, whose time is hidden, and SMs that the combine which answers has beside a product. In halves from so many own rows an expert on, as every expert's weights are read
  * twice, and where as much travels as hides what that costs: each rank sends a row to `ranks` - 1, and each multiplies
  * top_k rows by 3 * inter columns; so many of inter * top_k for each other rank at most. */
-enum { EP_ASIDE_TOKENS = 1024, EP_ASIDE_PUT_CTAS = 16, EP_ASIDE_RETURN_SMS = 24 };
+enum { EP_ASIDE_TOKENS = 1024, EP_ASIDE_PUT_CTAS = 32, EP_ASIDE_FAR_CTAS = 8, EP_ASIDE_RETURN_SMS = 24 };
 enum { EP_HALVES_ROWS = 128, EP_HALVES_INTER = 4500 };
 enum { EP_RETURN_THREADS = 128, EP_RETURN_RESIDENT = 4, EP_FILL_CTAS = 32 };
 enum { EP_FINISH_CTAS = 128, EP_FINISH_LEAST = 16, EP_FINISH_MOST = 32, EP_FINISH_LINED = 64 };

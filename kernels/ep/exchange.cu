@@ -53,43 +53,19 @@ DEVICE int take_id(const ep_args &a, const int32_t *arrived, unsigned at, int id
 {
   const unsigned k = a.shape.top_k, room = (unsigned)a.shape.capacity * k, source = at / room,
                  slot = at - source * room;
-  if (!ep_is_in(a.peers, (int)source) || slot >= arrived[source] * k) return -1;
+  if (source >= (unsigned)a.shape.ranks || slot >= arrived[source] * k) return -1;
   return checked_id(a, slot, id, exchange);
 }
 
-/* The peers' slots. */
-struct slot_range {
-  unsigned begin, end;
-
-  DEVICE explicit slot_range(const ep_args &a)
-  {
-    const unsigned room = (unsigned)a.shape.capacity * a.shape.top_k;
-    begin = a.peers.first * room, end = begin + a.peers.count * room;
-  }
-};
-
-/* A vector may hang over to where another half's are, or, behind the last rank's, to the end of its 256 bytes. */
-DEVICE void store_ids(int32_t *to, const slot_range &slots, unsigned at, int4 ids)
-{
-  if (at >= slots.begin && at + 4 <= slots.end) {
-    *reinterpret_cast<int4 *>(to + at) = ids;
-    return;
-  }
-  const int id[4] = {ids.x, ids.y, ids.z, ids.w};
-#pragma unroll
-  for (int i = 0; i < 4; i++)
-    if (at + i >= slots.begin && at + i < slots.end) to[at + i] = id[i];
-}
-
-/* A CTA's share. */
+/* A CTA's share. Both arrays' regions end on 256 bytes, so the last vector may hang over. */
 DEVICE void take_ids(const ep_args &a, const int32_t *arrived, uint32_t exchange, unsigned cta, unsigned ctas)
 {
-  const slot_range slots(a);
-  const unsigned vectors = ceil_div(slots.end, 4u), step = ctas * blockDim.x;
+  const unsigned ids = (unsigned)a.shape.ranks * (unsigned)a.shape.capacity * a.shape.top_k,
+                 vectors = ceil_div(ids, 4u);
   const int4 *from = reinterpret_cast<const int4 *>(lane_of(a, a.rank) + a.at.ids);
-  int4 v[IDS_IN_FLIGHT];
-  for (unsigned first = slots.begin / 4 + cta * blockDim.x + threadIdx.x; first < vectors;
-       first += IDS_IN_FLIGHT * step) {
+  const unsigned step = ctas * blockDim.x;
+  int4 *to = reinterpret_cast<int4 *>(a.ids_here), v[IDS_IN_FLIGHT];
+  for (unsigned first = cta * blockDim.x + threadIdx.x; first < vectors; first += IDS_IN_FLIGHT * step) {
 #pragma unroll
     for (int j = 0; j < IDS_IN_FLIGHT; j++)
       if (first + j * step < vectors) v[j] = from[first + j * step];
@@ -97,9 +73,8 @@ DEVICE void take_ids(const ep_args &a, const int32_t *arrived, uint32_t exchange
     for (int j = 0; j < IDS_IN_FLIGHT; j++) {
       const unsigned i = first + j * step, at = i * 4;
       if (i >= vectors) break;
-      store_ids(a.ids_here, slots, at,
-                make_int4(take_id(a, arrived, at, v[j].x, exchange), take_id(a, arrived, at + 1, v[j].y, exchange),
-                          take_id(a, arrived, at + 2, v[j].z, exchange), take_id(a, arrived, at + 3, v[j].w, exchange)));
+      to[i] = make_int4(take_id(a, arrived, at, v[j].x, exchange), take_id(a, arrived, at + 1, v[j].y, exchange),
+                        take_id(a, arrived, at + 2, v[j].z, exchange), take_id(a, arrived, at + 3, v[j].w, exchange));
     }
   }
 }
@@ -130,13 +105,12 @@ DEVICE int take_packet(const ep_args &a, uint32_t exchange, int source, unsigned
 /* Where some come as packets: several of a thread's are looked for at once. */
 template <int FIRST> DEVICE void take_ids_and_packets(const ep_args &a, const arrivals &s, uint32_t exchange)
 {
-  const slot_range slots(a);
-  const unsigned k = a.shape.top_k, room = (unsigned)a.shape.capacity * k, ids = slots.end,
+  const unsigned k = a.shape.top_k, room = (unsigned)a.shape.capacity * k, ids = a.shape.ranks * room,
                  threads = waiting_threads<FIRST>();
   const int32_t *from = reinterpret_cast<const int32_t *>(lane_of(a, a.rank) + a.at.ids);
   patience p;
 #pragma unroll 1
-  for (unsigned first = slots.begin + threadIdx.x; first < ids; first += IDS_IN_FLIGHT * threads) {
+  for (unsigned first = threadIdx.x; first < ids; first += IDS_IN_FLIGHT * threads) {
     packet found[IDS_IN_FLIGHT];
 #pragma unroll
     for (int j = 0; j < IDS_IN_FLIGHT; j++) {
@@ -158,17 +132,17 @@ template <int FIRST> DEVICE void take_ids_and_packets(const ep_args &a, const ar
   }
 }
 
-/* Leaves in a.arrived how many tokens each rank has sent, and in a.ids_here their experts. */
+/* Leaves in a.arrived how many tokens each rank has sent, and in a.ids_here their experts; of rows alone nothing. */
 template <int FIRST> DEVICE void wait_for_tokens(const ep_args &a, arrivals &s, uint32_t exchange)
 {
   const bool all = wait_for_all<FIRST>(a, a.at.in, EP_DISPATCH, exchange, s.carried);
   wait_for_earlier_grids_alone(); /* if these have not yet */
   let_next_grid_start();
-  if (threadIdx.x == 0) s.any_packed = false;
   if (threadIdx.x == 0 && !a.more) counters_of(a)->exchanges = exchange;
+  if (a.puts == EP_PUTS_ROWS) return;
+  if (threadIdx.x == 0) s.any_packed = false;
   meet<FIRST>();
-  for (int i = threadIdx.x; i < a.peers.count; i += waiting_threads<FIRST>()) {
-    const int r = a.peers.first + i;
+  for (int r = threadIdx.x; r < a.shape.ranks; r += waiting_threads<FIRST>()) {
     s.packed[r] = s.carried[r] & EP_PACKED;
     const int64_t room = s.packed[r] ? a.shape.packets : a.shape.capacity;
     a.arrived[r] = s.tokens[r] = all ? (int32_t)min((int64_t)(s.carried[r] & ~EP_PACKED), room) : 0;
@@ -201,10 +175,9 @@ extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1) cumoe_ep_take_i
 {
   __shared__ int32_t arrived[EP_MAX_RANKS];
   wait_for_earlier_grids();
-  for (int i = threadIdx.x; i < a.peers.count; i += blockDim.x)
-    arrived[a.peers.first + i] = a.arrived[a.peers.first + i];
+  for (int r = threadIdx.x; r < a.shape.ranks; r += blockDim.x) arrived[r] = a.arrived[r];
   __syncthreads();
-  take_ids(a, arrived, exchange_now(a) + a.more, blockIdx.x, gridDim.x);
+  take_ids(a, arrived, exchange_now(a) + 1, blockIdx.x, gridDim.x);
 }
 
 extern "C" __global__ void __launch_bounds__(EP_WAIT_THREADS, 1)
