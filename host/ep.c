@@ -10,10 +10,8 @@
 
 /* Byte offsets. */
 typedef struct ep_workspace {
-  size_t logits, ids, weights, gate_logit, rows, slots, sent, present, arrived, ids_here, y, shared_y, counts, inner,
-      own;
+  size_t logits, ids, weights, gate_logit, rows, slots, sent, present, arrived, ids_here, y, shared_y, counts, inner;
   size_t inner_bytes; /* of the layers inside, one after the other */
-  size_t own_bytes;   /* of this rank's own tokens, where these are a layer of their own */
   size_t bytes;
 } ep_workspace;
 
@@ -30,12 +28,6 @@ static bool goes_aside(const group *g, int64_t tokens)
   return tokens >= g->aside_tokens;
 }
 
-/* As a layer of their own, besides. */
-static bool serves_own(const group *g, int64_t tokens)
-{
-  return goes_aside(g, tokens) && tokens * g->shape.top_k / g->shape.experts >= g->own_rows;
-}
-
 static cumoe_status lay_out_workspace(const group *g, ep_workspace *w)
 {
   const int64_t one = g->shape.capacity, all = one * g->shape.ranks, k = g->shape.top_k;
@@ -43,7 +35,6 @@ static cumoe_status lay_out_workspace(const group *g, ep_workspace *w)
   size_t shared = 0, end = 0;
   *w = (ep_workspace){0};
   TRY(cumoe_plan_workspace(g->shard, all, &w->inner_bytes));
-  if (serves_own(g, one)) TRY(cumoe_plan_workspace(g->shard, one, &w->own_bytes));
   if (g->shared) TRY(cumoe_plan_workspace(g->shared, one, &shared));
   if (shared > w->inner_bytes) w->inner_bytes = shared;
   w->logits = take(&end, one, 4 * (int64_t)router_experts(&g->plan.desc));
@@ -60,7 +51,6 @@ static cumoe_status lay_out_workspace(const group *g, ep_workspace *w)
   w->shared_y = take(&end, g->shared ? one : 0, row);
   w->counts = take(&end, 1, 4 * (int64_t)g->plan.desc.local_experts);
   w->inner = take(&end, (int64_t)w->inner_bytes, 1);
-  w->own = take(&end, (int64_t)w->own_bytes, 1);
   w->bytes = end;
   return CUMOE_OK;
 }
@@ -178,7 +168,6 @@ typedef struct ep_round {
   cumoe_gate_args gate; /* what makes ids and weights, where the caller has not given both */
   bool gated;
   bool aside; /* rows and sums travel by a stream of their own, beside the experts */
-  bool own;   /* and this rank's own tokens are a layer of their own */
   ep_args move;
 } ep_round;
 
@@ -253,20 +242,12 @@ static bool is_aside(const ep_round *r)
          ep_form_of(&r->shape, most_of_round(r->c, r->number)) == EP_ROWS;
 }
 
-/* Of two counts of rows, later rounds would have a third one to add to. */
-static bool is_own(const ep_round *r)
-{
-  const bool counts_again = r->number > 0 && r->c->layer.counts_out.data;
-  return r->aside && !counts_again && serves_own(r->c->g, r->tokens);
-}
-
 static void prepare_moves(ep_round *r)
 {
   const ep_call *c = r->c;
   const group *g = c->g;
   const cumoe_routing *routing = &g->plan.desc.routing;
   r->aside = is_aside(r);
-  r->own = is_own(r);
   r->move = (ep_args){.arena = g->arena,
                       .shape = r->shape,
                       .at = r->at,
@@ -292,13 +273,12 @@ static void prepare_moves(ep_round *r)
                       .sent = region(c, c->at.sent),
                       .all_tokens = {c->layer.x.rows, c->layer.device_tokens.data},
                       .aside = r->aside,
-                      .own = r->own,
                       .present = region(c, c->at.present),
                       .arrived = region(c, c->at.arrived),
                       .ids_here = region(c, c->at.ids_here),
                       .y_here = region(c, c->at.y),
                       .fault = g->context->fault};
-  if ((r->number > 0 || r->own) && c->layer.counts_out.data) {
+  if (r->number > 0 && c->layer.counts_out.data) {
     r->move.counts = region(c, c->at.counts);
     r->move.counts_sum = c->layer.counts_out.data;
   }
@@ -514,7 +494,9 @@ static layer_ends ends_of(const ep_round *r)
   return (layer_ends){.rank_tokens = most_of_round(r->c, r->number) * g->shape.ranks,
                       .filled = fills_in_put(r),
                       .returns = !on_cpu(g->context),
-                      .few_row = answers ? g->few_row : 0};
+                      .few_row = answers ? g->few_row : 0,
+                      .up_row = r->aside ? g->up_row : 0,
+                      .first_token = r->move.arrives ? g->rank * r->shape.capacity : 0};
 }
 
 static cumoe_status locate_fill(ep_round *r)
@@ -523,6 +505,21 @@ static cumoe_status locate_fill(ep_round *r)
   if (!ends.filled) return CUMOE_OK;
   const cumoe_moe_args a = shard_args(r);
   return find_fill(r->c->g->shard, r->c->weights, &a, &ends, &r->move.fill, &r->move.fill_vectors);
+}
+
+/* Aside up may multiply what arrives meanwhile. Bands are a quarter of what a rank sends, about. */
+static cumoe_status locate_up(ep_round *r)
+{
+  const group *g = r->c->g;
+  bool found = false;
+  if (!r->aside || !g->up_row) return CUMOE_OK;
+  const layer_ends ends = ends_of(r);
+  const cumoe_moe_args a = shard_args(r);
+  const int64_t rows = most_of_round(r->c, r->number) * g->shape.top_k / g->shape.experts;
+  TRY(find_up(g->shard, r->c->weights, &a, &ends, &found));
+  r->move.arrives = found;
+  r->move.band = (int32_t)(rows / (4 * variants[g->up_row - 1].bm)) + 1;
+  return CUMOE_OK;
 }
 
 /* The layer's combine, over rows from all ranks: a slot's by itself, or a rank's sum of them with weight 1. */
@@ -613,12 +610,13 @@ static cumoe_status combine_round(const ep_round *r)
 /* ---- rows and sums aside ---- */
 
 /*
- * Of many tokens rows leave while the router and the gate work, by a stream of the group's. Where own tokens are many,
- * and as much travels, these are a layer of their own, whose products run meanwhile: up while others' rows arrive, down
- * while the last sums leave; and the others' down is in two parts, the second beside sums of the first part's outputs.
+ * Of many tokens rows leave by a stream of the group's, while the router and the gate work; ids and weights follow by
+ * the caller's, and what needs no rows comes before the wait for them. Where up copies its rows, it needs no wait
+ * either: it copies, and multiplies, what is there (ep/arriving.cuh). Where as much travels as hides the price, down is
+ * in two parts, the second beside sums of the first part's outputs.
  *
- *   caller's   router, gate, slots | up of own | map, up, down of the rest: first part, second | down of own | collect
- *   side       rows ................... wait for tokens, ids                            sums ....... sums
+ *   caller's   router, gate, slots | ids, map | up | down: first part, second | collect
+ *   side       rows, rank by rank ........ wait .........            sums ....... sums
  */
 
 static cudaStream_t side_of(const ep_round *r)
@@ -638,57 +636,20 @@ static cumoe_status follow_side(const ep_round *r)
   return wire_follow(r->c->g, r->c->args.lane, r->c->stream, side_of(r));
 }
 
-static cumoe_status launch_aside(const ep_round *r, move which, const ep_args *a, const void *of)
+static cumoe_status launch_aside(const ep_round *r, move which, ep_args a, const void *of)
 {
+  a.late = true;
   name_call_on(r->c->name, side_of(r));
-  return wire_move(r->c->g, which, a, of, side_of(r));
+  return wire_move(r->c->g, which, &a, of, side_of(r));
 }
 
 static cumoe_status put_rows_aside(const ep_round *r)
 {
   ep_args a = r->move;
   a.puts = EP_PUTS_ROWS;
-  a.late = true;
-  a.sms = r->own ? EP_ASIDE_PUT_CTAS : 2 * EP_ASIDE_PUT_CTAS;
+  a.sms = r->move.arrives ? EP_ASIDE_PUT_CTAS : 2 * EP_ASIDE_PUT_CTAS;
   TRY(follow_caller(r));
-  return launch_aside(r, MOVE_PUT, &a, NULL);
-}
-
-static cumoe_status wait_aside(const ep_round *r)
-{
-  ep_args a = r->move;
-  a.late = true;
-  TRY(follow_caller(r));
-  TRY(launch_aside(r, MOVE_WAIT_TOKENS, &a, NULL));
-  return launch_aside(r, MOVE_TAKE_IDS, &r->move, NULL);
-}
-
-/* Own rows are where the caller has them, ids and weights in this rank's segment, where put lays them. */
-static cumoe_moe_args own_args(const ep_round *r)
-{
-  const ep_call *c = r->c;
-  const group *g = c->g;
-  const cumoe_dtype dtype = (cumoe_dtype)g->plan.desc.dtype;
-  const int64_t first = g->rank * r->shape.capacity, hidden = g->shape.hidden, k = g->shape.top_k;
-  char *lane = lane_of(c), *y = lane + r->at.y + first * hidden * g->shape.element;
-  return (cumoe_moe_args){.size = sizeof(cumoe_moe_args),
-                          .x = r->x,
-                          .ids = cumoe_matrix(lane + r->at.ids + first * k * 4, CUMOE_I32, r->tokens, k, k),
-                          .weights = cumoe_matrix(lane + r->at.weights + first * k * 4, CUMOE_F32, r->tokens, k, k),
-                          .device_tokens = r->present,
-                          .expert_map = cumoe_vector(g->arena + g->at.every_expert, CUMOE_I32, g->shape.experts),
-                          .out = cumoe_matrix_mut(y, dtype, r->tokens, hidden, hidden),
-                          .counts_out = c->layer.counts_out,
-                          .load = c->layer.load,
-                          .workspace = cumoe_vector_mut(region(c, c->at.own), CUMOE_U8, (int64_t)c->at.own_bytes)};
-}
-
-static cumoe_status serve_own(const ep_round *r, layer_half half, int32_t spared)
-{
-  if (!r->own) return CUMOE_OK;
-  const cumoe_moe_args a = own_args(r);
-  layer_ends ends = {.half = half, .spared = spared};
-  return forward_between(r->c->g->shard, r->c->weights, &a, r->c->stream, &ends);
+  return launch_aside(r, MOVE_PUT, a, NULL);
 }
 
 /* By dedup the gate says which rows go where; else they leave while it works. */
@@ -701,36 +662,68 @@ static cumoe_status dispatch_aside(const ep_round *r)
   if (dedup) TRY(run_move(r, MOVE_SLOTS));
   if (dedup) TRY(put_rows_aside(r));
   TRY(run_put(r, EP_PUTS_SLOTS));
-  TRY(wait_aside(r));
-  TRY(run_shared(r));
-  return serve_own(r, LAYER_TO_UP, EP_ASIDE_PUT_CTAS);
+  return run_shared(r);
+}
+
+static cumoe_status take_ids(const ep_round *r)
+{
+  ep_args a = r->move;
+  a.puts = EP_PUTS_SLOTS;
+  a.more = true;
+  TRY(launch_move(r, MOVE_WAIT_TOKENS, a, NULL));
+  return launch_move(r, MOVE_TAKE_IDS, r->move, NULL);
+}
+
+/* Unless up waits for itself; then it is still heard of all ranks' rows, as answers say that all has been read. */
+static cumoe_status wait_for_rows(const ep_round *r)
+{
+  ep_args a = r->move;
+  a.puts = EP_PUTS_ROWS;
+  if (!a.arrives) return launch_move(r, MOVE_WAIT_TOKENS, a, NULL);
+  TRY(follow_caller(r));
+  return launch_aside(r, MOVE_WAIT_TOKENS, a, NULL);
 }
 
 /* Sums of `columns` outputs from the first one on, or (0) of all; beside products by some SMs. */
-static cumoe_status return_aside(const ep_round *r, const layer_ends *ends, bool more, bool beside)
+static cumoe_status return_aside(const ep_round *r, const layer_ends *ends, bool more)
 {
   const int64_t shift = ends->first * (int64_t)r->shape.element;
   combine_args c = ends->combine;
   ep_args a = r->move;
-  a.late = true;
-  a.sms = beside ? EP_ASIDE_RETURN_SMS : 0;
-  if (!ends->combines) return launch_aside(r, MOVE_ANSWER, &a, NULL);
+  if (!ends->combines) return launch_aside(r, MOVE_ANSWER, a, NULL);
   if (ends->cuts) {
     c.y = (const char *)c.y + shift;
     c.hidden = ends->columns;
     a.at.y += (uint64_t)shift;
   }
   if (more) a.counts = NULL, c.protocol.discard_h = NULL; /* which down still reads */
+  a.sms = more ? EP_ASIDE_RETURN_SMS : 0;
   a.more = more;
-  return launch_aside(r, MOVE_RETURN, &a, &c);
+  return launch_aside(r, MOVE_RETURN, a, &c);
 }
 
-/* A part of down's outputs, behind which the side stream comes. */
+/* What up needs, and up, if it waits for itself. */
+static cumoe_status run_up(const ep_round *r, const cumoe_moe_args *a)
+{
+  gemm_sm90_args up;
+  ep_args move = r->move;
+  layer_ends ends = ends_of(r);
+  ends.parts = LAYER_MAP | (move.arrives ? LAYER_UP : 0);
+  ends.up = &up;
+  TRY(forward_between(r->c->g->shard, r->c->weights, a, r->c->stream, &ends));
+  TRY(wait_for_rows(r));
+  if (!ends.ups) return CUMOE_OK;
+  move.movers = (int32_t)ends.up_grid;
+  return launch_move(r, MOVE_UP, move, &up);
+}
+
+/* A part of down's outputs; behind what up has not done. */
 static cumoe_status run_down(const ep_round *r, const cumoe_moe_args *a, int32_t first, int32_t columns,
                              layer_ends *ends)
 {
   *ends = ends_of(r);
-  ends->half = LAYER_FROM_DOWN;
+  ends->parts = LAYER_DOWN | (r->move.arrives || first > 0 ? 0 : LAYER_UP);
+  if (ends->parts & LAYER_UP) ends->up_row = 0;
   ends->first = first;
   ends->columns = columns;
   ends->spared = first > 0 ? EP_ASIDE_RETURN_SMS : 0;
@@ -740,8 +733,10 @@ static cumoe_status run_down(const ep_round *r, const cumoe_moe_args *a, int32_t
 /* Where the second part of down begins, which is as many outputs as the first one has; 0: there is none. */
 static int32_t second_part(const ep_round *r)
 {
+  const group *g = r->c->g;
   const int32_t hidden = r->shape.hidden, tiles = (hidden / 2 + EP_ASIDE_COLUMNS - 1) / EP_ASIDE_COLUMNS;
-  return r->own && tiles * EP_ASIDE_COLUMNS < hidden ? tiles * EP_ASIDE_COLUMNS : 0;
+  const bool cuts = r->tokens * g->shape.top_k / g->shape.experts >= g->cut_rows;
+  return cuts && tiles * EP_ASIDE_COLUMNS < hidden ? tiles * EP_ASIDE_COLUMNS : 0;
 }
 
 /* What down does beside sums starts early, so that it has its SMs before these take the rest. */
@@ -749,21 +744,18 @@ static cumoe_status serve_aside(const ep_round *r)
 {
   const cumoe_moe_args a = shard_args(r);
   const int32_t hidden = r->shape.hidden, half = second_part(r);
-  layer_ends up = ends_of(r), last, part;
-  up.half = LAYER_TO_UP;
-  up.late = true;
-  TRY(follow_side(r));
-  TRY(forward_between(r->c->g->shard, r->c->weights, &a, r->c->stream, &up));
+  layer_ends last, part;
+  TRY(take_ids(r));
+  TRY(run_up(r, &a));
   TRY(run_down(r, &a, 0, half, &last));
   TRY(follow_caller(r));
   if (last.cuts) {
     part = last;
     TRY(run_down(r, &a, half, hidden - half, &last));
-    TRY(return_aside(r, &part, true, true));
+    TRY(return_aside(r, &part, true));
     TRY(follow_caller(r));
   }
-  TRY(serve_own(r, LAYER_FROM_DOWN, EP_ASIDE_RETURN_SMS));
-  return return_aside(r, &last, false, r->own);
+  return return_aside(r, &last, false);
 }
 
 static cumoe_status combine_aside(const ep_round *r)
@@ -795,6 +787,7 @@ static cumoe_status run_part(const ep_call *c, ep_part which, int64_t number)
                                                                     {dispatch_aside, serve_aside, combine_aside}};
   ep_round r = open_round(c, number);
   cumoe_status status = which == PART_DISPATCH ? locate_fill(&r) : CUMOE_OK;
+  if (status == CUMOE_OK && which != PART_COMBINE) status = locate_up(&r);
   if (status == CUMOE_OK) status = parts[r.aside][which](&r);
   if (status != CUMOE_OK && status != CUMOE_ERR_PEER) CUMOE_IGNORE(give_up_entered(c->g));
   if (status == CUMOE_OK) c->g->next[c->args.lane] = (ep_part)((which + 1) % PARTS);

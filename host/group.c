@@ -334,7 +334,7 @@ static cumoe_status new_group(const struct plan *plan, const cumoe_group_config 
   g->rank = c->rank;
   g->ways.dedup = c->flags & CUMOE_GROUP_DEDUP;
   for (int32_t r = 0; r < c->ranks; r++) g->ways.active[r / 64] |= (uint64_t)1 << r % 64;
-  g->aside_tokens = g->own_rows = INT64_MAX; /* until there is a stream for it (ep_wire.c) */
+  g->aside_tokens = g->cut_rows = INT64_MAX; /* until there is a stream for it (ep_wire.c) */
   g->timeout_ns = c->timeout_ns;
   g->arena = arena.data;
   g->staged = c->flags & CUMOE_GROUP_NCCL;

@@ -39,12 +39,14 @@ cumoe_status check_layer_overlaps(const cumoe_moe_args *a, const layer_operands 
       READ(a, weights), READ(a, select_bias), READ(a, expert_map), READ(a, shared_gate), READ(a, router_x),            \
       READ(a, expert_scale)
 
-/* A layer by ids in two calls, or more, between which others run; all but `spared` and `columns` is the same. */
-typedef enum layer_half { LAYER_WHOLE, LAYER_TO_UP, LAYER_FROM_DOWN } layer_half;
+/* Parts of a layer by ids, in a call each, between which others run; all but `spared` and `columns` is the same. Of x
+ * the map knows nothing. */
+enum { LAYER_MAP = 1, LAYER_UP = 2, LAYER_DOWN = 4 };
 
 /* Of a layer by ids whose caller has grids ahead and behind (ep.c). */
 typedef struct layer_ends {
-  layer_half half;
+  uint32_t parts;         /* LAYER_*; 0: all */
+  int64_t first_token;    /* about whose rows, of each expert, are the first ones, then the next ones', in turn */
   int32_t spared;         /* SMs that its products leave to other grids */
   int32_t first, columns; /* of down's outputs; 0 columns: all of them */
   bool cuts;              /* out: weights can be cut so; else this call has made all of them */
@@ -58,12 +60,20 @@ typedef struct layer_ends {
   bool fews;              /* out: the caller has to, with these arguments and so many CTAs */
   few_args *few;          /* where they are put, with few_row */
   int64_t few_grid;
+  int32_t up_row;         /* variant + 1: if up is of this row and copies its rows, the caller launches it; 0: none */
+  bool ups;               /* out: the caller has to, with these arguments and so many CTAs */
+  gemm_sm90_args *up;     /* where they are put, with up_row */
+  int64_t up_grid;
 } layer_ends;
 cumoe_status forward_between(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *args, cumoe_stream stream,
                              layer_ends *ends);
 /* Memory of args.workspace that a grid ahead may fill with ones, which spares the layer a grid; 0 vectors: none. */
 cumoe_status find_fill(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *args, const layer_ends *ends,
                        void **fill, int32_t *vectors);
+
+/* Whether forward_between would leave up to the caller. */
+cumoe_status find_up(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *args, const layer_ends *ends,
+                     bool *found);
 
 /* The caller has chosen, and the gate weighs; the caller has done both. */
 bool is_chosen(const cumoe_moe_args *a);

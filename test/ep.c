@@ -44,7 +44,7 @@ typedef struct world {
   bool moves;                       /* every second call, experts in two places are in the second alone */
   bool apart, keeps, ungated;       /* router_x; ids_out and weights_out; a shared expert without a gate */
   bool by_few;                      /* the experts, on a GPU: by the kernels of so many rows */
-  bool aside, own;                /* rows aside, and own tokens a layer of their own, however few; of one rank a GPU */
+  bool aside, cut;                /* rows aside, and down in two parts, however few tokens; of one rank a GPU */
   bool varies;                    /* calls say in turn tokens_max, the group's room, three times tokens_max */
   const uint64_t *says;           /* of each rank: its mask, 0: makes no call of it */
   int32_t zero, identity, groups; /* of experts, which are ranked by their sigmoids and a bias */
@@ -820,17 +820,17 @@ static void *second_lane(void *argument)
   return NULL;
 }
 
-static void send_aside(cumoe_group handle, bool own)
+static void send_aside(cumoe_group handle, bool cut)
 {
   group *g;
   CHECK_OK(find_group(handle, &g));
-  if (g->side[0]) g->aside_tokens = 1, g->own_rows = own ? 0 : INT64_MAX;
+  if (g->side[0]) g->aside_tokens = 1, g->cut_rows = cut ? 0 : INT64_MAX;
 }
 
 static void enter(rank *r)
 {
   keep(r, join(r));
-  if (r->group && r->w->aside) send_aside(r->group, r->w->own);
+  if (r->group && r->w->aside) send_aside(r->group, r->w->cut);
   if (r->group) keep(r, cumoe_ep_workspace(r->group, &r->workspace_bytes));
   for (int lane = 0; r->workspace_bytes && lane < r->w->lanes; lane++)
     r->workspaces[lane] = device_bytes(r->context, r->workspace_bytes);
@@ -1541,7 +1541,7 @@ static const world worlds[] = {
      .tokens_max = 39,
      .tokens = {39, 20},
      .varies = true},
-    {.name = "own tokens apart, and few in turn",
+    {.name = "rows aside, down in two parts, and few in turn",
      .ranks = 2,
      .experts = 8,
      .top_k = 3,
@@ -1553,7 +1553,7 @@ static const world worlds[] = {
      .tokens = {34, 20},
      .varies = true,
      .aside = true,
-     .own = true},
+     .cut = true},
     {.name = "rows aside, counted, in rounds, few of one rank",
      .ranks = 3,
      .experts = 8,
@@ -1990,7 +1990,7 @@ static void stop_waiting(int signal)
 
 /* Kernels that the CPU runs would take minutes for these. */
 static const world asides[] = {
-    {.name = "own tokens apart, residual, two lanes",
+    {.name = "down in two parts, residual, two lanes",
      .ranks = 2,
      .lanes = 2,
      .experts = 9,
@@ -2003,8 +2003,8 @@ static const world asides[] = {
      .spread = SCATTERED,
      .residual = true,
      .aside = true,
-     .own = true},
-    {.name = "own tokens of one rank of two apart, routed by the caller",
+     .cut = true},
+    {.name = "down in two parts, one of two ranks without tokens, routed by the caller",
      .ranks = 2,
      .experts = 6,
      .top_k = 2,
@@ -2015,8 +2015,8 @@ static const world asides[] = {
      .odd_ids = true,
      .routed = true,
      .aside = true,
-     .own = true},
-    {.name = "own tokens apart, counted, in rounds",
+     .cut = true},
+    {.name = "down in two parts, counted, in rounds",
      .ranks = 2,
      .experts = 8,
      .top_k = 2,
@@ -2026,8 +2026,8 @@ static const world asides[] = {
      .tokens = {90, 57},
      .counted = true,
      .aside = true,
-     .own = true},
-    {.name = "own tokens of four ranks apart",
+     .cut = true},
+    {.name = "down in two parts, four ranks",
      .ranks = 4,
      .experts = 8,
      .top_k = 4,
@@ -2035,7 +2035,18 @@ static const world asides[] = {
      .capacity = 48,
      .tokens = {48, 40, 34, 47},
      .aside = true,
-     .own = true},
+     .cut = true},
+    {.name = "down in two parts, three ranks",
+     .ranks = 3,
+     .experts = 8,
+     .top_k = 3,
+     .dtype = CUMOE_F16,
+     .capacity = 37,
+     .tokens_max = 37,
+     .tokens = {37, 20, 31},
+     .counted = true,
+     .aside = true,
+     .cut = true},
     {.name = "rows aside, wide",
      .ranks = 2,
      .experts = 4,
@@ -2048,22 +2059,26 @@ static const world asides[] = {
      .aside = true},
 };
 
-/* By kernels of many rows, of which down draws its units. */
-static void many_on_gpus(bool own)
+/* By kernels of many rows: up multiplies what arrives meanwhile, and down draws its units. */
+static void many_on_gpus(int number)
 {
-  const world w = {.name = own ? "own tokens apart, by products of many rows" : "rows aside, by products of many rows",
-                   .ranks = own ? 3 : 2,
+  static const char *const names[] = {"products of what arrives", "products of what arrives, down in two parts",
+                                      "products of what arrives, two lanes", "products of what arrives, f16"};
+  const world w = {.name = names[number],
+                   .ranks = gpus >= 4 ? 4 : gpus >= 3 ? 3 : 2,
+                   .lanes = number == 2 ? 2 : 1,
                    .experts = 8,
                    .top_k = 2,
-                   .dtype = CUMOE_BF16,
+                   .dtype = number == 3 ? CUMOE_F16 : CUMOE_BF16,
                    .hidden = 1024,
                    .inter = 256,
-                   .capacity = 1100,
-                   .tokens = {1050, 730, 901},
+                   .capacity = 1101,
+                   .tokens = {1050, 730, 901, 1101},
+                   .spread = number == 3 ? SCATTERED : BLOCKS,
                    .by_few = true,
                    .aside = true,
-                   .own = own};
-  if (!emulated()) run_world(&w, false);
+                   .cut = number == 1};
+  if (!emulated()) run_world(&w, number == 3);
 }
 
 /* After one that gave up the others would cost their timeouts. */
@@ -2072,7 +2087,7 @@ static void answers_on_gpus(void)
   for (size_t i = 0; i < sizeof worlds / sizeof *worlds * 2 && !gave_up; i++) run_world(&worlds[i / 2], i % 2);
   for (size_t i = 0; i < sizeof asides / sizeof *asides * 2 && !emulated() && !gave_up; i++)
     run_world(&asides[i / 2], i % 2);
-  for (int i = 0; i < 2 && !gave_up; i++) many_on_gpus(i == 1);
+  for (int i = 0; i < 4 && !gave_up; i++) many_on_gpus(i);
   for (size_t i = 0; i < sizeof crowds / sizeof *crowds * 2 && emulated() && !gave_up; i++)
     run_world(&crowds[i / 2], i % 2);
   for (int i = 0; i < 4 && !gave_up; i++) { /* several CTAs a move, parts of a row, tokens past a CTA of slots */

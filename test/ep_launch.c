@@ -301,7 +301,7 @@ static void merged(void)
 /* ---- aside ---- */
 
 /* As a group of more ranks has it, each on its GPU; sums go as rows. */
-static void join_aside(member *m, bool own)
+static void join_aside(member *m, bool cut)
 {
   enum { ROOM = 40 };
   group *g;
@@ -312,7 +312,7 @@ static void join_aside(member *m, bool own)
   OWN(cudaStreamCreateWithFlags(&g->side[0], cudaStreamNonBlocking));
   OWN(cudaEventCreateWithFlags(&g->turn[0], cudaEventDisableTiming));
   g->aside_tokens = 1;
-  g->own_rows = own ? 0 : INT64_MAX;
+  g->cut_rows = cut ? 0 : INT64_MAX;
   size_t bytes = 0;
   CHECK_OK(cumoe_ep_workspace(m->group, &bytes));
   m->layer.workspace = lend(&m->w, CUMOE_U8, 1, (int64_t)bytes);
@@ -326,7 +326,7 @@ static void say_launches(char *to, const char *trace)
     char letter;
   } known[] = {
       {"ep_put ", 'p'}, {"ep_gate_put", 'g'}, {"ep_wait_tokens", 'w'}, {"ep_take_ids", 't'}, {"map_", 'm'},
-      {"up_", 'u'},     {"down_", 'd'},       {"ep_return", 'r'},      {"combine_", 'c'},    {"ep_wait_answers", 'a'}};
+      {"up_", 'u'},     {"down_", 'd'},       {"ep_return", 'r'},      {"combine_", 'c'},    {"ep_wait_answers", 'a'}, {"ep_answer", 'y'}};
   for (const char *line = trace; *line; line = next_line(line)) {
     const char *name = line + strlen("cuLaunchKernelEx cumoe_");
     if (strncmp(line, "cudaStreamWaitEvent", 19) == 0) *to++ = '/';
@@ -338,10 +338,10 @@ static void say_launches(char *to, const char *trace)
   *to = 0;
 }
 
-/* What is behind two streams starts late; own tokens' down early, ahead of sums. */
+/* What is behind two streams starts late; down's second part early, ahead of sums. */
 static void launches_aside(void)
 {
-  static const char *const want[] = {"/pG/wT/mUD/r/aC", "/pG/wTMU/mUD/Dr/DCr/aC"};
+  static const char *const want[] = {"/pGWTMWUD/r/aC", "/pGWTMWUD/Dr/r/aC"};
   for (int i = 0; i < 2; i++) {
     char order[256];
     member m = {0};

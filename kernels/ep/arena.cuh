@@ -17,16 +17,31 @@ DEVICE char *lane_of(const ep_args &a, int rank)
 }
 
 /* Of this rank and lane: exchanges so far, CTAs that have come to the end of a put, of an answer, where they count each
- * other, the last exchange in which a peer has sent an id that is none, and CTAs of a put that has slots alone. */
+ * other, the last exchange in which a peer has sent an id that is none, and CTAs of a put that has slots alone. Where up
+ * multiplies what arrives: its exchange, its units, CTAs of the put of rows that have started, the exchange in which all
+ * had, and CTAs that have come to the end of each rank's. */
 struct counters {
   unsigned long long exchanges;
   unsigned put, answered;
   int32_t distrusted;
   unsigned put_slots;
+  uint32_t serving;
+  int32_t up_units;
+  unsigned put_starts;
+  uint32_t put_started;
+  unsigned put_to[EP_NEAR_RANKS];
 };
+static_assert(sizeof(counters) <= EP_LINE, "the host lays them out");
 DEVICE counters *counters_of(const ep_args &a)
 {
   return reinterpret_cast<counters *>(lane_of(a, a.rank) + a.at.exchange);
+}
+
+/* The exchange that a product of the layer is part of; known behind its CTA's first barrier. */
+DEVICE const ep_args *&exchange_of_cta()
+{
+  __shared__ const ep_args *a;
+  return a;
 }
 
 /* Of the exchange, behind its wait for tokens. */

@@ -96,6 +96,12 @@ EP_BOTH ep_form ep_form_of(const ep_shape *s, int64_t tokens)
 /* What a put moves. Aside (below) it is two grids at once, each of which has half of the words of a flag. */
 typedef enum ep_load { EP_PUTS_ALL, EP_PUTS_ROWS, EP_PUTS_SLOTS } ep_load;
 
+/* Words of a flag are told by the two in turn. */
+EP_BOTH int ep_is_word_of(int load, int word)
+{
+  return load == EP_PUTS_ALL || word % 2 == (load == EP_PUTS_SLOTS);
+}
+
 /* Bytes from the arena's start; those below `lane` from the start of a lane's part, one every lane_bytes. */
 typedef struct ep_layout {
   uint64_t hello;        /* [ranks] lines: what each rank says of itself before anything moves */
@@ -155,10 +161,11 @@ typedef struct ep_args {
   void *fill;
   int32_t aside; /* put is two grids side by side, neither of which counts the exchange: who waits does, and leaves ids
                      to a grid of their own */
-  int32_t own;   /* this rank's own tokens are a layer of their own: their rows stay where they are */
-  int32_t more;  /* of return: another one of the exchange follows, which tells */
-  int32_t puts;  /* of put, aside: an ep_load, what this grid moves */
-  int32_t late;  /* the host: behind more than one grid, so that this one does not start early */
+  int32_t more;  /* of return: another one of the exchange follows, which tells; of the wait for tokens: which counts */
+  int32_t puts;  /* aside, of put and of the wait for tokens: an ep_load, what this grid moves or waits for */
+  int32_t arrives; /* up multiplies what arrives meanwhile: rows are sent rank by rank, own ones stay */
+  int32_t band;    /* of such an up: pairs of row tiles of an expert, after which the next expert's come */
+  int32_t late;    /* the host: behind more than one grid, so that this one does not start early */
   int32_t sms;   /* the host: of rows aside and of return, that it has; 0: all */
   fault_sink fault;
   char *near[EP_NEAR_RANKS]; /* kernels: the arenas of up to so many ranks */
@@ -167,12 +174,11 @@ typedef struct ep_args {
 /* The CUDA kernels' grids: parts of a row lie along y, rows along x; so many rows a CTA, up to so many CTAs. */
 enum { EP_PART_BYTES = 4096, EP_MOVE_THREADS = 512, EP_WAIT_THREADS = 1024, EP_MOVE_ROWS = 8, EP_MOVE_CTAS = 128 };
 /* Aside: from so many tokens on; CTAs of put that have an SM each (8 fill the links with stores), SMs that the combine
- * which answers has beside a product, of which it has parts of whole tiles of columns. Own tokens are a layer of their
- * own from so many rows an expert on, as every expert's weights are read twice, and where as much travels as hides
- * what that costs: each rank sends a row to `ranks` - 1, and each multiplies top_k rows by 3 * inter columns; so many
- * of inter * top_k for each other rank at most. */
+ * which answers has beside a product, of which it has parts of whole tiles of columns: from so many own rows an expert
+ * on, and where as much travels as hides what that costs: each rank sends a row to `ranks` - 1, and each multiplies
+ * top_k rows by 3 * inter columns; so many of inter * top_k for each other rank at most. */
 enum { EP_ASIDE_TOKENS = 1024, EP_ASIDE_PUT_CTAS = 16, EP_ASIDE_RETURN_SMS = 40, EP_ASIDE_COLUMNS = 256 };
-enum { EP_OWN_ROWS = 256, EP_OWN_INTER = 4500 };
+enum { EP_CUT_ROWS = 256, EP_CUT_INTER = 4500 };
 enum { EP_RETURN_THREADS = 128, EP_RETURN_RESIDENT = 4, EP_FILL_CTAS = 32 };
 enum { EP_FINISH_CTAS = 128, EP_FINISH_LEAST = 16, EP_FINISH_MOST = 32, EP_FINISH_LINED = 64 };
 /* CTAs of finish: of all ranks of a group, or of those on this GPU; of one, by packets and by lines */

@@ -5,67 +5,6 @@
 
 #include "ep/arena.cuh"
 
-/* ---- telling ---- */
-
-/* One CTA's share of the words of this rank's flag at each rank, by `threads` threads of it that have met at a barrier
- * since their stores: a release covers them all. A flag carries a number of tokens: sent[r], or (NULL) `tokens`.
- * RELEASES: there are such stores. */
-template <bool RELEASES = true>
-DEVICE void tell(const ep_args &a, uint64_t words, const uint32_t *sent, uint32_t tokens, uint32_t exchange,
-                 unsigned cta, unsigned ctas, int threads)
-{
-#pragma unroll 1
-  for (int i = threadIdx.x; i < a.shape.ranks * EP_FLAG_WORDS; i += threads) {
-    const int r = i / EP_FLAG_WORDS, word = i % EP_FLAG_WORDS;
-    if (word % ctas != cta || !is_active(a, r)) continue;
-    char *at = lane_of(a, r) + words + (uint64_t)a.rank * EP_LINE + word * sizeof(uint64_t);
-    const uint64_t flag = ep_flag(exchange, sent ? sent[r] : tokens);
-    if (RELEASES)
-      store_release_system(at, flag);
-    else
-      store_relaxed_system(at, flag);
-  }
-}
-
-/* The last CTA to come tells for all of them, behind all that they have stored; true there. A CTA by itself needs no
- * fence. Of a put that is two grids neither knows whether the other has read the number of exchanges: who waits for
- * both changes it. */
-DEVICE bool tell_when_all_have_come(const ep_args &a, uint64_t words, const uint32_t *sent, uint32_t tokens,
-                                    unsigned *came, uint32_t exchange)
-{
-  __shared__ bool last;
-  if (threadIdx.x == 0) {
-    last = true;
-    if (ctas_of_grid(a) > 1) {
-      __threadfence_system();
-      last = atomicAdd(came, 1) == ctas_of_grid(a) - 1;
-      __threadfence();
-    }
-    if (last) *came = 0;
-    if (last && a.puts == EP_PUTS_ALL) counters_of(a)->exchanges = exchange;
-  }
-  __syncthreads();
-  if (last) tell(a, words, sent, tokens, exchange, a.puts == EP_PUTS_SLOTS, a.puts == EP_PUTS_ALL ? 1 : 2, blockDim.x);
-  return last;
-}
-
-/* CTAs tell each for itself. Whoever waits for all ranks, this one included, has then heard of all CTAs of the grid;
- * if nobody in it waits, the last CTA has to know that it is. */
-DEVICE bool tells_for_itself(const ep_args &a)
-{
-  return a.then_waits && ctas_of_grid(a) <= EP_FLAG_WORDS;
-}
-
-/* Every CTA calls this at its end. True in one of them, which waits for the others if anybody does. */
-DEVICE bool tell_all(const ep_args &a, uint64_t words, const uint32_t *sent, uint32_t tokens, unsigned *came,
-                     uint32_t exchange)
-{
-  __syncthreads();
-  if (!tells_for_itself(a)) return tell_when_all_have_come(a, words, sent, tokens, came, exchange);
-  tell(a, words, sent, tokens, exchange, cta_of_grid(a), ctas_of_grid(a), blockDim.x);
-  return cta_of_grid(a) == 0;
-}
-
 /* ---- giving up ---- */
 
 /* The word says that the group has given up. What ranks that were left out have written does not count. */
@@ -111,6 +50,110 @@ struct patience {
     return false;
   }
 };
+
+/* ---- telling ---- */
+
+/* One CTA's share of the words of this rank's flag at each rank, by `threads` threads of it that have met at a barrier
+ * since their stores: a release covers them all. A flag carries a number of tokens: sent[r], or (NULL) `tokens`.
+ * RELEASES: there are such stores. */
+template <bool RELEASES = true>
+DEVICE void tell(const ep_args &a, uint64_t words, const uint32_t *sent, uint32_t tokens, uint32_t exchange,
+                 unsigned cta, unsigned ctas, int threads)
+{
+#pragma unroll 1
+  for (int i = threadIdx.x; i < a.shape.ranks * EP_FLAG_WORDS; i += threads) {
+    const int r = i / EP_FLAG_WORDS, word = i % EP_FLAG_WORDS;
+    if (word % ctas != cta || !is_active(a, r)) continue;
+    char *at = lane_of(a, r) + words + (uint64_t)a.rank * EP_LINE + word * sizeof(uint64_t);
+    const uint64_t flag = ep_flag(exchange, sent ? sent[r] : tokens);
+    if (RELEASES)
+      store_release_system(at, flag);
+    else
+      store_relaxed_system(at, flag);
+  }
+}
+
+/* One rank's words of what this grid puts, likewise. */
+DEVICE void tell_rank(const ep_args &a, uint64_t words, int r, uint32_t tokens, uint32_t exchange)
+{
+  const int word = threadIdx.x;
+  if (word >= EP_FLAG_WORDS || !ep_is_word_of(a.puts, word) || !is_active(a, r)) return;
+  store_release_system(lane_of(a, r) + words + (uint64_t)a.rank * EP_LINE + word * sizeof(uint64_t),
+                       ep_flag(exchange, tokens));
+}
+
+/* CTAs count each other; true in the last one, behind all that they have stored. */
+DEVICE bool is_last(unsigned *came, unsigned ctas)
+{
+  __shared__ bool last;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence_system();
+    last = atomicAdd(came, 1) == ctas - 1;
+    __threadfence();
+    if (last) *came = 0;
+  }
+  __syncthreads();
+  return last;
+}
+
+/* A product that waits for rows takes all SMs that it gets. It starts when all ranks have told of their slots: so these
+ * are not told of before the rows' put has its SMs. */
+DEVICE void put_has_started(const ep_args &a, uint32_t exchange)
+{
+  counters *c = counters_of(a);
+  if (threadIdx.x != 0 || atomicAdd(&c->put_starts, 1) != ctas_of_grid(a) - 1) return;
+  c->put_starts = 0;
+  *static_cast<volatile uint32_t *>(&c->put_started) = exchange;
+}
+DEVICE void wait_for_start_of_put(const ep_args &a, uint32_t exchange)
+{
+  const int32_t *started = reinterpret_cast<const int32_t *>(&counters_of(a)->put_started);
+  if (threadIdx.x == 0)
+    for (patience p; load_relaxed(started) != (int32_t)exchange && !p.ends(a, EP_DISPATCH, a.rank, false);) {
+    }
+  __syncthreads();
+}
+
+/* The last CTA to come tells for all of them, behind all that they have stored; true there. A CTA by itself needs no
+ * fence. Of a put that is two grids neither knows whether the other has read the number of exchanges: who waits for
+ * both changes it. */
+DEVICE bool tell_when_all_have_come(const ep_args &a, uint64_t words, const uint32_t *sent, uint32_t tokens,
+                                    unsigned *came, uint32_t exchange)
+{
+  __shared__ bool last;
+  if (threadIdx.x == 0) {
+    last = true;
+    if (ctas_of_grid(a) > 1) {
+      __threadfence_system();
+      last = atomicAdd(came, 1) == ctas_of_grid(a) - 1;
+      __threadfence();
+    }
+    if (last) *came = 0;
+    if (last && a.puts == EP_PUTS_ALL) counters_of(a)->exchanges = exchange;
+  }
+  __syncthreads();
+  if (last && a.arrives && a.puts == EP_PUTS_SLOTS) wait_for_start_of_put(a, exchange);
+  if (last) tell(a, words, sent, tokens, exchange, a.puts == EP_PUTS_SLOTS, a.puts == EP_PUTS_ALL ? 1 : 2, blockDim.x);
+  return last;
+}
+
+/* CTAs tell each for itself. Whoever waits for all ranks, this one included, has then heard of all CTAs of the grid;
+ * if nobody in it waits, the last CTA has to know that it is. */
+DEVICE bool tells_for_itself(const ep_args &a)
+{
+  return a.then_waits && ctas_of_grid(a) <= EP_FLAG_WORDS;
+}
+
+/* Every CTA calls this at its end. True in one of them, which waits for the others if anybody does. */
+DEVICE bool tell_all(const ep_args &a, uint64_t words, const uint32_t *sent, uint32_t tokens, unsigned *came,
+                     uint32_t exchange)
+{
+  __syncthreads();
+  if (!tells_for_itself(a)) return tell_when_all_have_come(a, words, sent, tokens, came, exchange);
+  tell(a, words, sent, tokens, exchange, cta_of_grid(a), ctas_of_grid(a), blockDim.x);
+  return cta_of_grid(a) == 0;
+}
 
 /* ---- waiting ---- */
 
@@ -166,10 +209,11 @@ DEVICE bool wait_for_all(const ep_args &a, uint64_t words, int phase, uint32_t e
   for (int i = threadIdx.x; i < a.shape.ranks * EP_FLAG_WORDS; i += threads) {
     const int r = i / EP_FLAG_WORDS, word = i % EP_FLAG_WORDS;
     uint32_t tokens = 0;
+    if (!ep_is_word_of(a.puts, word)) continue;
     if (is_active(a, r) && (all || r == a.rank))
       all &= wait_for_word<FIRST != WHOLE_CTA>(a, own + (uint64_t)r * EP_LINE + word * sizeof(uint64_t), exchange,
                                                phase, r, &tokens);
-    if (arrived && word == 0) arrived[r] = tokens;
+    if (arrived && word == (a.puts == EP_PUTS_SLOTS)) arrived[r] = tokens;
   }
   if (!all) in_vain = true;
   meet<FIRST>();

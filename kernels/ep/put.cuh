@@ -58,7 +58,6 @@ DEVICE int place_of(const ep_args &a, const place_table &t, int64_t token, int s
 /* The row of this rank's segment there that a token takes, or -1: it does not go there. */
 DEVICE int row_there(const ep_args &a, const uint64_t *active, unsigned token, int rank)
 {
-  if (a.own && rank == a.rank) return (int)token;
   if (a.slots) return a.slots[(int64_t)token * a.shape.ranks + rank];
   return is_among(active, rank) ? (int)token : -1;
 }
@@ -81,10 +80,31 @@ DEVICE void store_row(const ep_args &a, unsigned token, const row_part &p)
 {
   const int width = row_vectors(a);
   const int64_t bytes = (int64_t)width * 16, first = a.rank * a.shape.capacity;
-  for (int i = 0; i < a.shape.ranks - a.own; i++) {
+  for (int i = 0; i < a.shape.ranks; i++) {
     const int r = rank_in_turn(a, token, i);
     const int row = row_there(a, active_ranks(a), token, r);
     if (row >= 0) store_part(p, lane_of(a, r) + a.at.x + (first + row) * bytes, width);
+  }
+}
+
+/* Rank by rank, so that each has all that one sends while the next one sends: from rank r + 1 the first, from itself
+ * none, as up reads those where the caller has them. */
+DEVICE void put_rows_in_turn(const ep_args &a, unsigned tokens, uint32_t exchange)
+{
+  const int width = row_vectors(a), ranks = a.shape.ranks;
+  const int64_t bytes = (int64_t)width * 16, first = a.rank * a.shape.capacity;
+#pragma unroll 1
+  for (int i = 1; i <= ranks; i++) {
+    const int r = (a.rank + ranks - i) % ranks;
+    for (unsigned token = blockIdx.x * WARPS + warp_id(); i < ranks && token < tokens; token += a.movers * WARPS) {
+      const int row = row_there(a, active_ranks(a), token, r);
+      row_part p;
+      if (row < 0) continue;
+      load_row(a, token, p);
+      store_part(p, lane_of(a, r) + a.at.x + (first + row) * bytes, width);
+    }
+    if (is_last(&counters_of(a)->put_to[r], ctas_of_grid(a)))
+      tell_rank(a, a.at.in, r, a.slots ? a.sent[r] : tokens, exchange);
   }
 }
 

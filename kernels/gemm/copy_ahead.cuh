@@ -42,11 +42,11 @@ template <int EACH, bool INSIDE> DEVICE void copy_vectors(uint4 *to, const uint4
     if (INSIDE || i * WARP_SIZE < vectors) to[i * WARP_SIZE] = value[i];
 }
 
-/* One row of X; zeros for a token that is none. */
-template <class X> DEVICE void copy_row(const gemm_args &args, int32_t row, int32_t token)
+/* One row of X; zeros for a token that is none. x: the first token's. */
+template <class X> DEVICE void copy_row(const gemm_args &args, int32_t row, int32_t token, const void *x, int64_t ld)
 {
   constexpr int MOST = 8, SOME = 4; /* 128 bytes a lane: what registers hold */
-  const uint4 *from = reinterpret_cast<const uint4 *>(static_cast<const X *>(args.a) + token * args.a_ld) + lane_id();
+  const uint4 *from = reinterpret_cast<const uint4 *>(static_cast<const X *>(x) + token * ld) + lane_id();
   uint4 *to = static_cast<uint4 *>(args.protocol.x_copy) + (int64_t)row * (args.k / operand<X>::PER_16) + lane_id();
   int left = args.k / operand<X>::PER_16 - lane_id();
 #pragma unroll 1
@@ -93,7 +93,7 @@ template <class X> DEVICE void copy_rows(const gemm_args &args)
     if (!there) report_fault_inline(args.fault, FAULT_ROUTE, 0, pair);
     const int32_t token = there ? (int32_t)((uint32_t)pair / (uint32_t)args.top_k) : -1;
 #pragma unroll 1
-    for (int i = 0; i < count; i++) copy_row<X>(args, first + i, __shfl_sync(ALL_LANES, token, i));
+    for (int i = 0; i < count; i++) copy_row<X>(args, first + i, __shfl_sync(ALL_LANES, token, i), args.a, args.a_ld);
     if constexpr (operand<X>::BITS == 8) copy_row_scales(args, first, count, token);
     __syncwarp();
     __threadfence();

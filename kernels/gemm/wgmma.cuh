@@ -46,7 +46,7 @@ struct wgmma_shape : pipeline_shape<PRODUCT, BM, BN, BK, STAGES, WARPS> {
   /* Whether rows of A are anywhere, as the route says, or one after another. */
   DEVICE static bool gathers(const gemm_args &args)
   {
-    return GATHERED && args.row_pair && !args.packed && !args.protocol.x_copy;
+    return GATHERED && !wgmma_shape::ARRIVES && args.row_pair && !args.packed && !args.protocol.x_copy;
   }
 };
 
@@ -76,6 +76,10 @@ template <class S> struct wgmma_smem : pipeline_smem<S>, packed_stages<S>, token
   uint64_t drawn_ready[UNITS_AHEAD];
 };
 
+/* Of what arrives meanwhile: which unit comes when, who copies rows and waits for them (ep/arriving.cuh). */
+template <class S, bool ARRIVES = S::ARRIVES> struct arriving {
+};
+
 /* ---- units ---- */
 
 template <class S>
@@ -90,6 +94,7 @@ template <class S> DEVICE int wgmma_channels(const gemm_args &args)
  * one that is left over an odd channel tile is shared by rows where units are drawn: half for each. */
 template <class S> DEVICE cluster_unit wgmma_unit(const gemm_args &args, const tile_table &table, int64_t index)
 {
+  if constexpr (S::ARRIVES) return arriving<S>::unit(args, table, index);
   const int n_tiles = ceil_div(args.n, wgmma_channels<S>(args)), n_pairs = ceil_div(n_tiles, S::CLUSTER);
   const int rank = cluster_ctarank();
   cluster_unit unit = {{-1, 0, 0, 0, 0}, false, false};
@@ -134,17 +139,25 @@ template <class S> struct unit_scheduler {
 
   DEVICE static bool draws(const gemm_args &args)
   {
-    if (S::DRAWS) return true;
+    if (S::DRAWS || S::ARRIVES) return true;
     return !S::GATHERED && args.protocol.by_expert;
   }
 
   /* The unit after `index`, by a whole warp. An absent one is skipped. */
+  DEVICE static int32_t *tickets(const gemm_args &args)
+  {
+    if constexpr (S::ARRIVES)
+      return arriving<S>::tickets();
+    else
+      return args.protocol.progress + PROGRESS_UNIT_TICKETS;
+  }
+
   DEVICE void draw(const gemm_args &args, wgmma_smem<S> &smem)
   {
     if (!draws(args) || cluster_ctarank() != 0) return;
     do {
       int32_t ticket = 0;
-      if (lane_id() == 0) ticket = atomicAdd(args.protocol.progress + PROGRESS_UNIT_TICKETS, 1);
+      if (lane_id() == 0) ticket = atomicAdd(tickets(args), 1);
       next = (int)gridDim.x / S::CLUSTER + __shfl_sync(ALL_LANES, ticket, 0);
     } while (wgmma_unit<S>(args, smem.table, next).absent);
     if (lane_id() == 0) st_async_cluster(&smem.drawn[slot.stage], 1, next, &smem.drawn_ready[slot.stage]);
@@ -431,6 +444,7 @@ DEVICE void produce_unit(const gemm_sm90_args &args, wgmma_smem<S> &smem, const 
 template <class S>
 DEVICE void wait_for_operands(const gemm_args &args, const tile_table &table, const tile_unit &tile, int32_t copied)
 {
+  if constexpr (S::ARRIVES) return arriving<S>::wait(args, tile);
   if (copies<S>(args)) wait_for_rows(args, copied, tile.row, tile.rows);
   if (S::DRAWS || !unit_scheduler<S>::draws(args)) return;
   wait_for_h(args, table, tile.expert);
@@ -526,6 +540,8 @@ template <class S> DEVICE void produce(const gemm_sm90_args &args, wgmma_smem<S>
     if (warp_id() == 1) find_units<S>(args, smem);
     if (warp_id() > 1 && copies<S>(args.g)) return copy_rows<typename S::X>(args.g);
   } else {
+    if constexpr (S::ARRIVES)
+      if (warp_id() != 0) return arriving<S>::copy_rows(args.g, smem.table);
     if (copies<S>(args.g) && warp_id() != 0 && !helps) return copy_rows<typename S::X>(args.g);
     if constexpr (S::DRAWS)
       if (warp_id() != 0) return copy_beside(*beside);
@@ -650,7 +666,8 @@ DEVICE void wgmma_gemm(const gemm_sm90_args &args, wgmma_smem<S> &smem, const co
     }
     fence_mbarrier_init();
   }
-  if (S::DRAWS ? !args.g.protocol.early_inputs : !unit_scheduler<S>::draws(args.g)) wait_for_earlier_grids();
+  if (S::ARRIVES || (S::DRAWS ? !args.g.protocol.early_inputs : !unit_scheduler<S>::draws(args.g)))
+    wait_for_earlier_grids();
   fence_proxy_async_global(); /* they wrote the rows that the boxes bring */
   build_tile_table<S::BM, S::THREADS>(args.g, smem.table);
   barrier_cluster(); /* the other CTA's barriers are initialised */
