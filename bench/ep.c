@@ -23,9 +23,9 @@
  *   groups by NCCL as well; --room: groups for at least C tokens, whose calls say that they have T; --each: every
  *   rank's times, and those of gate and experts in one graph, where the experts' weights have driven the router's and
  *   the code out of L2 as they do in a layer; --hashes: of every rank's outputs, to compare ways with. More ranks than
- *   GPUs share them, which only shows that it runs; one rank: what its launches cost. --aside, --own: rows go aside from
- *   T tokens on, own tokens are apart from R rows an expert on, instead of the library's choice. NCCL is opened where
- *   LD_LIBRARY_PATH has libnccl.so.2
+ *   GPUs share them, which only shows that it runs; one rank: what its launches cost. --aside, --own: rows go aside
+ *   from T tokens on, own tokens are apart from R rows an expert on, instead of the library's choice. NCCL is opened
+ *   where LD_LIBRARY_PATH has libnccl.so.2
  */
 #include <math.h>
 #include <pthread.h>
