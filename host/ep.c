@@ -615,11 +615,11 @@ static cumoe_status combine_round(const ep_round *r)
 /*
  * Of many tokens rows leave while the router and the gate work, by a stream of the group's; ids are taken and the map
  * is made before rows are waited for. Where own tokens are many, and as much travels, these are a layer of their own,
- * whose products run meanwhile: up while others' rows arrive, down while the last sums leave; and the others' down is in
- * two parts, the second beside sums of the first part's outputs.
+ * whose products run meanwhile: up while others' rows arrive, down while the last sums leave; and the others' down is
+ * in two parts, the second beside sums of the first part's outputs.
  *
- *   caller's   router, gate, slots | up of own | wait | up, down of the rest: first part, second | down of own | collect
- *   side       rows .............. | ids, map                                      sums ....... sums
+ *   caller's  router, gate, slots | up of own | wait | up, down of the rest: first part, second | down of own | collect
+ *   side      rows .............. | ids, map                                      sums ....... sums
  *
  * Slots are told of behind fences that wait for rows as well: up of own does not wait for others' slots.
  */
