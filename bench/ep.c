@@ -18,13 +18,14 @@
  *   allred    what slicing needs besides: NCCL's all-reduce of all ranks' outputs
  *
  *   lib/bench/ep [--ranks N] [--model NAME] [--most T] [--tokens T,T] [--plain] [--sums] [--staged] [--room C]
- *                [--each] [--aside T] [--own R]
+ *                [--each] [--hashes] [--aside T] [--own R]
  *   --most: T up to that; --tokens: these alone; --plain: no NCCL, slices or lanes; --sums: not EXACT; --staged:
  *   groups by NCCL as well; --room: groups for at least C tokens, whose calls say that they have T; --each: every
  *   rank's times, and those of gate and experts in one graph, where the experts' weights have driven the router's and
- *   the code out of L2 as they do in a layer. More ranks than GPUs share them, which only shows that it runs; one rank:
- *   what its launches cost. --aside, --own: rows go aside from T tokens on, own tokens are apart from R rows an expert
- *   on, instead of the library's choice. NCCL is opened where LD_LIBRARY_PATH has libnccl.so.2
+ *   the code out of L2 as they do in a layer; --hashes: of every rank's outputs, to compare ways with. More ranks than
+ *   GPUs share them, which only shows that it runs; one rank: what its launches cost. --aside, --own: rows go aside
+ *   from T tokens on, own tokens are apart from R rows an expert on, instead of the library's choice. NCCL is opened
+ *   where LD_LIBRARY_PATH has libnccl.so.2
  */
 #include <math.h>
 #include <pthread.h>
@@ -53,7 +54,7 @@ typedef struct model {
 static const int64_t token_counts[] = {1, 8, 32, 128, 512, 2048, 8192};
 
 static int32_t ranks, gpus;
-static bool plain, sums_alone, staged, each;
+static bool plain, sums_alone, staged, each, hashes;
 static const char *only_tokens; /* "T,T" */
 static int64_t most_room, aside_tokens = -1, own_rows = -1;
 static pthread_barrier_t together;
@@ -79,6 +80,7 @@ typedef struct rank {
   void *comm;
   times us;
   int64_t tokens_out, answers_out; /* bytes */
+  uint64_t hash;                   /* of the layer's outputs */
 } rank;
 
 static rank all[MOST_RANKS];
@@ -401,11 +403,24 @@ static void launch_layer(const rank *r, const cell *c, const member *one, int32_
   check(cumoe_ep_forward(one->group, r->weights, &args, stream));
 }
 
+/* Equal for whatever computes the same. */
+static uint64_t hash_outputs(const rank *r, const cell *c)
+{
+  const size_t count = (size_t)(c->tokens * c->model->hidden);
+  uint16_t *out = malloc(count * sizeof *out);
+  uint64_t hash = 14695981039346656037u;
+  check_cuda(cudaMemcpy(out, r->out.data, count * sizeof *out, cudaMemcpyDefault));
+  for (size_t i = 0; i < count; i++) hash = (hash ^ out[i]) * 1099511628211u;
+  free(out);
+  return hash;
+}
+
 static void time_layer(rank *r, const cell *c, member *one)
 {
   check(cumoe_graph_begin(r->context, r->stream));
   launch_layer(r, c, one, 0, r->stream);
   r->us.layer = time_graph(r, end_graph(r), replays_of(c));
+  if (hashes) r->hash = hash_outputs(r, c);
   check_cuda(cudaMemcpy(r->ids, cumoe_buffer_view(one->ids).data,
                         (size_t)(c->tokens * c->model->top_k) * sizeof *r->ids, cudaMemcpyDefault));
 }
@@ -851,6 +866,8 @@ static void print_cell(void)
   print_number(" %*.1f", 8, t->sliced);
   print_number(" %*.1f", 7, t->reduce);
   printf("\n");
+  for (int32_t i = 0; hashes && i < ranks; i++)
+    printf("%s%016llx%s", i ? " " : "# outputs: ", (unsigned long long)all[i].hash, i + 1 < ranks ? "" : "\n");
   for (int32_t i = 0; each && i < ranks; i++)
     printf("# rank %d: layer %.1f, gate %.1f, experts %.1f, both in one graph %.1f\n", (int)i, all[i].us.layer,
            all[i].us.gate, all[i].us.experts, all[i].us.serial);
@@ -937,6 +954,7 @@ int main(int argc, char **argv)
     if (!strcmp(argv[i], "--sums")) sums_alone = true;
     if (!strcmp(argv[i], "--staged")) staged = true;
     if (!strcmp(argv[i], "--each")) each = true;
+    if (!strcmp(argv[i], "--hashes")) hashes = true;
     if (!strcmp(argv[i], "--tokens") && i + 1 < argc) only_tokens = argv[++i];
     if (!strcmp(argv[i], "--ranks") && i + 1 < argc) ranks = atoi(argv[++i]);
     if (!strcmp(argv[i], "--model") && i + 1 < argc) named = argv[++i];

@@ -613,12 +613,15 @@ static cumoe_status combine_round(const ep_round *r)
 /* ---- rows and sums aside ---- */
 
 /*
- * Of many tokens rows leave while the router and the gate work, by a stream of the group's. Where own tokens are many,
- * and as much travels, these are a layer of their own, whose products run meanwhile: up while others' rows arrive, down
- * while the last sums leave; and the others' down is in two parts, the second beside sums of the first part's outputs.
+ * Of many tokens rows leave while the router and the gate work, by a stream of the group's; ids are taken and the map
+ * is made before rows are waited for. Where own tokens are many, and as much travels, these are a layer of their own,
+ * whose products run meanwhile: up while others' rows arrive, down while the last sums leave; and the others' down is
+ * in two parts, the second beside sums of the first part's outputs.
  *
- *   caller's   router, gate, slots | up of own | map, up, down of the rest: first part, second | down of own | collect
- *   side       rows ................... wait for tokens, ids                            sums ....... sums
+ *   caller's  router, gate, slots | up of own | wait | up, down of the rest: first part, second | down of own | collect
+ *   side      rows .............. | ids, map                                      sums ....... sums
+ *
+ * Slots are told of behind fences that wait for rows as well: up of own does not wait for others' slots.
  */
 
 static cudaStream_t side_of(const ep_round *r)
@@ -654,13 +657,21 @@ static cumoe_status put_rows_aside(const ep_round *r)
   return launch_aside(r, MOVE_PUT, &a, NULL);
 }
 
-static cumoe_status wait_aside(const ep_round *r)
+/* Slots, behind which rows are waited for, to the map; beside own tokens' products. */
+static cumoe_status map_aside(const ep_round *r, const cumoe_moe_args *a)
 {
-  ep_args a = r->move;
-  a.late = true;
-  TRY(follow_caller(r));
-  TRY(launch_aside(r, MOVE_WAIT_TOKENS, &a, NULL));
-  return launch_aside(r, MOVE_TAKE_IDS, &r->move, NULL);
+  ep_args wait = r->move;
+  layer_ends map = ends_of(r);
+  const cumoe_stream stream = r->own ? side_of(r) : r->c->stream;
+  wait.puts = EP_PUTS_SLOTS;
+  wait.more = true;
+  wait.late = r->own;
+  map.parts = LAYER_MAP;
+  if (r->own) TRY(follow_caller(r));
+  name_call_on(r->c->name, stream);
+  TRY(wire_move(r->c->g, MOVE_WAIT_TOKENS, &wait, NULL, stream));
+  TRY(wire_move(r->c->g, MOVE_TAKE_IDS, &r->move, NULL, stream));
+  return forward_between(r->c->g->shard, r->c->weights, a, stream, &map);
 }
 
 /* Own rows are where the caller has them, ids and weights in this rank's segment, where put lays them. */
@@ -683,11 +694,11 @@ static cumoe_moe_args own_args(const ep_round *r)
                           .workspace = cumoe_vector_mut(region(c, c->at.own), CUMOE_U8, (int64_t)c->at.own_bytes)};
 }
 
-static cumoe_status serve_own(const ep_round *r, layer_half half, int32_t spared)
+static cumoe_status serve_own(const ep_round *r, uint32_t parts, int32_t spared)
 {
   if (!r->own) return CUMOE_OK;
   const cumoe_moe_args a = own_args(r);
-  layer_ends ends = {.half = half, .spared = spared};
+  layer_ends ends = {.parts = parts, .spared = spared};
   return forward_between(r->c->g->shard, r->c->weights, &a, r->c->stream, &ends);
 }
 
@@ -701,9 +712,7 @@ static cumoe_status dispatch_aside(const ep_round *r)
   if (dedup) TRY(run_move(r, MOVE_SLOTS));
   if (dedup) TRY(put_rows_aside(r));
   TRY(run_put(r, EP_PUTS_SLOTS));
-  TRY(wait_aside(r));
-  TRY(run_shared(r));
-  return serve_own(r, LAYER_TO_UP, EP_ASIDE_PUT_CTAS);
+  return run_shared(r);
 }
 
 /* Sums of `columns` outputs from the first one on, or (0) of all; beside products by some SMs. */
@@ -730,7 +739,7 @@ static cumoe_status run_down(const ep_round *r, const cumoe_moe_args *a, int32_t
                              layer_ends *ends)
 {
   *ends = ends_of(r);
-  ends->half = LAYER_FROM_DOWN;
+  ends->parts = LAYER_DOWN;
   ends->first = first;
   ends->columns = columns;
   ends->spared = first > 0 ? EP_ASIDE_RETURN_SMS : 0;
@@ -744,16 +753,29 @@ static int32_t second_part(const ep_round *r)
   return r->own && tiles * EP_ASIDE_COLUMNS < hidden ? tiles * EP_ASIDE_COLUMNS : 0;
 }
 
+/* Up to up. */
+static cumoe_status run_up(const ep_round *r, const cumoe_moe_args *a)
+{
+  ep_args wait = r->move;
+  layer_ends up = ends_of(r);
+  wait.puts = EP_PUTS_ROWS;
+  wait.late = r->own;
+  up.parts = LAYER_UP;
+  TRY(serve_own(r, LAYER_MAP, 0)); /* both maps count for args.load */
+  TRY(map_aside(r, a));
+  TRY(serve_own(r, LAYER_UP, EP_ASIDE_PUT_CTAS));
+  if (r->own) TRY(follow_side(r));
+  TRY(launch_move(r, MOVE_WAIT_TOKENS, wait, NULL));
+  return forward_between(r->c->g->shard, r->c->weights, a, r->c->stream, &up);
+}
+
 /* What down does beside sums starts early, so that it has its SMs before these take the rest. */
 static cumoe_status serve_aside(const ep_round *r)
 {
   const cumoe_moe_args a = shard_args(r);
   const int32_t hidden = r->shape.hidden, half = second_part(r);
-  layer_ends up = ends_of(r), last, part;
-  up.half = LAYER_TO_UP;
-  up.late = true;
-  TRY(follow_side(r));
-  TRY(forward_between(r->c->g->shard, r->c->weights, &a, r->c->stream, &up));
+  layer_ends last, part;
+  TRY(run_up(r, &a));
   TRY(run_down(r, &a, 0, half, &last));
   TRY(follow_caller(r));
   if (last.cuts) {
@@ -762,7 +784,7 @@ static cumoe_status serve_aside(const ep_round *r)
     TRY(return_aside(r, &part, true, true));
     TRY(follow_caller(r));
   }
-  TRY(serve_own(r, LAYER_FROM_DOWN, EP_ASIDE_RETURN_SMS));
+  TRY(serve_own(r, LAYER_DOWN, EP_ASIDE_RETURN_SMS));
   return return_aside(r, &last, false, r->own);
 }
 

@@ -185,8 +185,8 @@ void wire_give_up(const group *g, uint64_t word);
 /* Staged groups: pieces (a bit each) of all messages to all ranks, by a stream; and until they have come. */
 cumoe_status staged_carry(const group *g, uint64_t pieces, cumoe_stream stream);
 cumoe_status staged_bring(group *g, uint64_t pieces);
-/* Of a move: where its kernel writes, or reads. */
-void staged_arguments(const group *g, move which, ep_args *a);
+/* Of a move in a tier's segments: where its kernel writes, or reads. */
+void staged_arguments(const group *g, move which, int32_t tier, ep_args *a);
 /* In the stream's order; on the CPU device done when it returns, and PEER where the group gave up. of: the gate_args of
  * GATE_PUT, the few_args of FEW, the combine_args of RETURN and FINISH; else NULL. */
 cumoe_status wire_move(const group *g, move which, const ep_args *a, const void *of, cumoe_stream stream);

@@ -32,11 +32,11 @@ cumoe_status staged_bring(group *g, uint64_t pieces)
   return nccl_await(&g->nccl, "ncclGroupEnd", g->stream, timeout_of(g), &g->stuck);
 }
 
-void staged_arguments(const group *g, move which, ep_args *a)
+void staged_arguments(const group *g, move which, int32_t tier, ep_args *a)
 {
   const bool puts = ep_puts(which), answers = ep_answers_by(which);
   if (puts || answers) a->at.bases = g->to.bases;
-  const ep_layout to = ep_in_tier(g->to, &g->staging.tiers.of[ep_tier_for(&g->tiers, a->shape.capacity)]);
+  const ep_layout to = ep_in_tier(g->to, &g->staging.tiers.of[tier]);
   if (puts) a->at.in = to.in, a->at.x = to.x, a->at.ids = to.ids, a->at.weights = to.weights;
   if (answers) a->at.back = to.back, a->at.y = to.y;
   /* A wait whose time is up says so in its own arena alone: no other can be reached. */

@@ -392,7 +392,7 @@ static cumoe_status staged_move(const group *g, move which, const ep_args *a, co
   const uint64_t end = __atomic_load_n(&g->given_up, __ATOMIC_ACQUIRE);
   ep_args own = *a;
   if (end) return ep_explain(g, end);
-  staged_arguments(g, which, &own);
+  staged_arguments(g, which, tier, &own);
   TRY(move_here(g, which, &own, of, stream));
   if (ep_puts(which)) return carry(g, tokens, EP_DISPATCH, stream);
   return ep_answers_by(which) ? carry(g, answers, EP_RETURN, stream) : CUMOE_OK;

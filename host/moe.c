@@ -645,9 +645,10 @@ static void cut_columns(gemm_args *g, int32_t first, int32_t columns)
   g->n = columns;
 }
 
-static bool is_in_half(stage s, layer_half half)
+static bool is_among(stage s, uint32_t parts)
 {
-  return half == LAYER_WHOLE || (s <= STAGE_up) == (half == LAYER_TO_UP);
+  const uint32_t part = s == STAGE_map_count || s == STAGE_map ? LAYER_MAP : s <= STAGE_up ? LAYER_UP : LAYER_DOWN;
+  return parts == 0 || parts & part;
 }
 
 static bool is_callers(stage s, const layer_ends *ends)
@@ -669,14 +670,12 @@ static cumoe_status run(const pass *p, const struct weights *weights, cumoe_stre
   ends->cuts = ends->columns && !p->lp.few && cuts_columns(&l.down.gemm.g);
   if (ends->cuts) cut_columns(&l.down.gemm.g, ends->first, ends->columns);
   for (stage s = 0; s < STAGE_COUNT; ++s)
-    if (is_in_half(s, ends->half) && mapped_of(&l, s)) TRY(encode_maps(context, &p->lp.steps[s], mapped_of(&l, s)));
+    if (is_among(s, ends->parts) && mapped_of(&l, s)) TRY(encode_maps(context, &p->lp.steps[s], mapped_of(&l, s)));
   TRY(encode_few_maps(context, &p->lp.steps[STAGE_few_up], &l.few));
   if (p->lp.few_fills) TRY(fill_words(&l.router.router.r.protocol, stream));
-  bool late = ends->late;
   for (stage s = 0; s < STAGE_COUNT; ++s) {
-    launch_step step = p->lp.steps[s];
-    if (step.row < 0 || !is_in_half(s, ends->half) || is_callers(s, ends)) continue;
-    if (late) step.early = late = false;
+    const launch_step step = p->lp.steps[s];
+    if (step.row < 0 || !is_among(s, ends->parts) || is_callers(s, ends)) continue;
     TRY(launch(context, &step, arguments_of(&l, s), stream));
   }
   return CUMOE_OK;

@@ -39,16 +39,16 @@ cumoe_status check_layer_overlaps(const cumoe_moe_args *a, const layer_operands 
       READ(a, weights), READ(a, select_bias), READ(a, expert_map), READ(a, shared_gate), READ(a, router_x),            \
       READ(a, expert_scale)
 
-/* A layer by ids in two calls, or more, between which others run; all but `spared` and `columns` is the same. */
-typedef enum layer_half { LAYER_WHOLE, LAYER_TO_UP, LAYER_FROM_DOWN } layer_half;
+/* Parts of a layer by ids, in a call each, between which others run; all but `spared` and `columns` is the same. Of x
+ * the map knows nothing. */
+enum { LAYER_MAP = 1, LAYER_UP = 2, LAYER_DOWN = 4 };
 
 /* Of a layer by ids whose caller has grids ahead and behind (ep.c). */
 typedef struct layer_ends {
-  layer_half half;
+  uint32_t parts;         /* LAYER_*; 0: all */
   int32_t spared;         /* SMs that its products leave to other grids */
   int32_t first, columns; /* of down's outputs; 0 columns: all of them */
   bool cuts;              /* out: weights can be cut so; else this call has made all of them */
-  bool late;              /* behind more than one grid, so that its first one does not start early */
   int64_t rank_tokens;    /* as layer_call has it */
   bool filled;            /* what find_fill finds, if anything, is all ones */
   bool returns;           /* the caller does what combine would */

@@ -69,14 +69,15 @@
  *             cudaStreamQuery, and ncclCommGetAsyncError or a limit of its own; then, in this order, it destroys the
  *             graphs that the group's calls were captured in (NCCL waits for them), calls cumoe_group_abort, or does
  *             not, and ncclCommAbort. Now the stream ends: at once, or, where the group was not aborted, when what
- *             waits behind NCCL has done so for timeout_ns, and cumoe_group_fault_read says TIMEOUT, the rank and the
- *             phase. Of the group only abort, fault_read and destroy may be called from ncclCommAbort on, until one of
- *             the first two has answered; then any
+ *             waits behind NCCL has done so for timeout_ns, and cumoe_group_fault_read says TIMEOUT, the phase and a
+ *             rank whose message had not come: of more than two ranks any, even this one, as all messages end with the
+ *             communicator. Who is lost, the engine's own store knows. Of the group only abort, fault_read and destroy
+ *             may be called from ncclCommAbort on, until one of the first two has answered; then any
  *   missing   LIBRARY_MISSING: no NCCL is loaded, or a function is not in it; NOT_SUPPORTED: it is too old;
  *             INVALID_ARGUMENT, WRONG_DEVICE: a communicator of other ranks, of another device
  * On the CPU device config.nccl may be a library of one's own, whose functions of NCCL's names copy the host's memory
  * and have done so when ncclGroupEnd returns; its ncclCommCuDevice answers CUMOE_DEVICE_CPU.
- * Experimental. Seen on two H100s and two H200s, a process each, as between hosts (NCCL 2.28.9 over sockets,
+ * Experimental. Seen on two H100s, two and four H200s, a process each, as between hosts (NCCL 2.28.9 over sockets,
  * test/ranks.c): the bits of EXACT, also by DEDUP, sums; a rank killed, and one stopped. Tested on the CPU device
  * against shared memory's bits, between processes also where one is killed or stopped, and over a CUDA runtime and an
  * NCCL that stand in: order of calls, captures, each call failing, a rank that is lost, versions 2.6 to 2.31.

@@ -96,6 +96,12 @@ EP_BOTH ep_form ep_form_of(const ep_shape *s, int64_t tokens)
 /* What a put moves. Aside (below) it is two grids at once, each of which has half of the words of a flag. */
 typedef enum ep_load { EP_PUTS_ALL, EP_PUTS_ROWS, EP_PUTS_SLOTS } ep_load;
 
+/* Words of a flag are told by the two in turn. */
+EP_BOTH int ep_is_word_of(int load, int word)
+{
+  return load == EP_PUTS_ALL || word % 2 == (load == EP_PUTS_SLOTS);
+}
+
 /* Bytes from the arena's start; those below `lane` from the start of a lane's part, one every lane_bytes. */
 typedef struct ep_layout {
   uint64_t hello;        /* [ranks] lines: what each rank says of itself before anything moves */
@@ -156,8 +162,8 @@ typedef struct ep_args {
   int32_t aside; /* put is two grids side by side, neither of which counts the exchange: who waits does, and leaves ids
                      to a grid of their own */
   int32_t own;   /* this rank's own tokens are a layer of their own: their rows stay where they are */
-  int32_t more;  /* of return: another one of the exchange follows, which tells */
-  int32_t puts;  /* of put, aside: an ep_load, what this grid moves */
+  int32_t more;  /* of return: another one of the exchange follows, which tells; of the wait for tokens: which counts */
+  int32_t puts;  /* aside, of put and of the wait for tokens: an ep_load, what this grid moves or waits for */
   int32_t late;  /* the host: behind more than one grid, so that this one does not start early */
   int32_t sms;   /* the host: of rows aside and of return, that it has; 0: all */
   fault_sink fault;

@@ -132,13 +132,15 @@ template <int FIRST> DEVICE void take_ids_and_packets(const ep_args &a, const ar
   }
 }
 
-/* Leaves in a.arrived how many tokens each rank has sent, and in a.ids_here their experts. */
+/* Leaves in a.arrived how many tokens each rank has sent, and in a.ids_here their experts; of rows alone nothing. */
 template <int FIRST> DEVICE void wait_for_tokens(const ep_args &a, arrivals &s, uint32_t exchange)
 {
   const bool all = wait_for_all<FIRST>(a, a.at.in, EP_DISPATCH, exchange, s.carried);
   wait_for_earlier_grids_alone(); /* if these have not yet */
   let_next_grid_start();
-  if (threadIdx.x == 0) counters_of(a)->exchanges = exchange, s.any_packed = false;
+  if (threadIdx.x == 0 && !a.more) counters_of(a)->exchanges = exchange;
+  if (a.puts == EP_PUTS_ROWS) return;
+  if (threadIdx.x == 0) s.any_packed = false;
   meet<FIRST>();
   for (int r = threadIdx.x; r < a.shape.ranks; r += waiting_threads<FIRST>()) {
     s.packed[r] = s.carried[r] & EP_PACKED;
@@ -169,14 +171,14 @@ extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1) cumoe_ep_wait_t
   wait_for_tokens<WHOLE_CTA>(a, s, exchange_now(a) + a.aside);
 }
 
-/* Aside, behind that: one CTA would be at it for 30 us with 8192 tokens of four ranks. */
+/* Aside, behind the wait for slots: one CTA would be at it for 30 us with 8192 tokens of four ranks. */
 extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1) cumoe_ep_take_ids(const __grid_constant__ ep_args a)
 {
   __shared__ int32_t arrived[EP_MAX_RANKS];
   wait_for_earlier_grids();
   for (int r = threadIdx.x; r < a.shape.ranks; r += blockDim.x) arrived[r] = a.arrived[r];
   __syncthreads();
-  take_ids(a, arrived, exchange_now(a), blockIdx.x, gridDim.x);
+  take_ids(a, arrived, exchange_now(a) + 1, blockIdx.x, gridDim.x);
 }
 
 extern "C" __global__ void __launch_bounds__(EP_WAIT_THREADS, 1)

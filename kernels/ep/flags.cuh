@@ -166,10 +166,11 @@ DEVICE bool wait_for_all(const ep_args &a, uint64_t words, int phase, uint32_t e
   for (int i = threadIdx.x; i < a.shape.ranks * EP_FLAG_WORDS; i += threads) {
     const int r = i / EP_FLAG_WORDS, word = i % EP_FLAG_WORDS;
     uint32_t tokens = 0;
+    if (!ep_is_word_of(a.puts, word)) continue;
     if (is_active(a, r) && (all || r == a.rank))
       all &= wait_for_word<FIRST != WHOLE_CTA>(a, own + (uint64_t)r * EP_LINE + word * sizeof(uint64_t), exchange,
                                                phase, r, &tokens);
-    if (arrived && word == 0) arrived[r] = tokens;
+    if (arrived && word == (a.puts == EP_PUTS_SLOTS)) arrived[r] = tokens;
   }
   if (!all) in_vain = true;
   meet<FIRST>();
