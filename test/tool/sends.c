@@ -1,7 +1,8 @@
 /*
  * A library of one's own for groups by NCCL on the CPU device (cumoe/ep.h), as far as cumoe calls it: sends between
- * processes of one host, through memory that they share. A rank that does not come is waited for PATIENCE_MS; then the
- * communicator has lost it, for all. Nothing is left when ranks are killed.
+ * processes of one host, through memory that they share. A rank that does not come is waited for PATIENCE_MS, for its
+ * first group of calls, before which it may still make a context, PATIENCE_AT_FIRST_MS; then the communicator has lost
+ * it, for all. Nothing is left when ranks are killed.
  */
 #include <fcntl.h>
 #include <stdatomic.h>
@@ -14,7 +15,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { MOST_RANKS = 4, MOST_TRANSFERS = 256, BOX = 1 << 20, PATIENCE_MS = 500 };
+enum { MOST_RANKS = 4, MOST_TRANSFERS = 256, BOX = 1 << 20, PATIENCE_MS = 500, PATIENCE_AT_FIRST_MS = 30000 };
 enum { SYSTEM_ERROR = 2, INVALID_ARGUMENT = 4, REMOTE_ERROR = 6, VERSION = 22809, CPU = -2 /* CUMOE_DEVICE_CPU */ };
 
 /* A box for each pair: what one sends to another in a group of calls. */
@@ -147,8 +148,9 @@ static int64_t now_ms(void)
 static bool await(comm *c, const atomic_int *count, int least)
 {
   const struct timespec nap = {.tv_nsec = 50000};
+  const int64_t patience = least > 1 ? PATIENCE_MS : PATIENCE_AT_FIRST_MS;
   for (const int64_t begin = now_ms(); atomic_load(count) < least; nanosleep(&nap, NULL)) {
-    if (now_ms() - begin > PATIENCE_MS) atomic_store(&c->team->lost, 1);
+    if (now_ms() - begin > patience) atomic_store(&c->team->lost, 1);
     if (atomic_load(&c->team->lost)) return false;
   }
   return true;
