@@ -356,10 +356,15 @@ static ep_form answers_of(const ep_round *r)
 }
 
 /* What ran before may have been a call by itself. of: as wire_move has it. */
+static cumoe_status launch_on(const ep_round *r, cumoe_stream stream, move which, const ep_args *a, const void *of)
+{
+  name_call_on(r->c->name, stream);
+  return wire_move(r->c->g, which, a, of, stream);
+}
+
 static cumoe_status launch_move(const ep_round *r, move which, ep_args a, const void *of)
 {
-  name_call_on(r->c->name, r->c->stream);
-  return wire_move(r->c->g, which, &a, of, r->c->stream);
+  return launch_on(r, r->c->stream, which, &a, of);
 }
 
 static cumoe_status run_move(const ep_round *r, move which)
@@ -643,8 +648,7 @@ static cumoe_status follow_side(const ep_round *r)
 
 static cumoe_status launch_aside(const ep_round *r, move which, const ep_args *a, const void *of)
 {
-  name_call_on(r->c->name, side_of(r));
-  return wire_move(r->c->g, which, a, of, side_of(r));
+  return launch_on(r, side_of(r), which, a, of);
 }
 
 static cumoe_status put_rows_aside(const ep_round *r)
@@ -668,9 +672,8 @@ static cumoe_status map_aside(const ep_round *r, const cumoe_moe_args *a)
   wait.late = r->own;
   map.parts = LAYER_MAP;
   if (r->own) TRY(follow_caller(r));
-  name_call_on(r->c->name, stream);
-  TRY(wire_move(r->c->g, MOVE_WAIT_TOKENS, &wait, NULL, stream));
-  TRY(wire_move(r->c->g, MOVE_TAKE_IDS, &r->move, NULL, stream));
+  TRY(launch_on(r, stream, MOVE_WAIT_TOKENS, &wait, NULL));
+  TRY(launch_on(r, stream, MOVE_TAKE_IDS, &r->move, NULL));
   return forward_between(r->c->g->shard, r->c->weights, a, stream, &map);
 }
 
@@ -753,7 +756,7 @@ static int32_t second_part(const ep_round *r)
   return r->own && tiles * EP_ASIDE_COLUMNS < hidden ? tiles * EP_ASIDE_COLUMNS : 0;
 }
 
-/* Up to up. */
+/* All up to down: maps, own tokens' up, and up behind the wait for rows. */
 static cumoe_status run_up(const ep_round *r, const cumoe_moe_args *a)
 {
   ep_args wait = r->move;
