@@ -152,7 +152,8 @@ DEVICE uint2 data_of(const packet &p)
 /* Of a slot, from rank `from` in rank `at`'s arena: the expert there, or -1, and the weight. */
 DEVICE char *slot_packet(const ep_args &a, int at, int from, int row, int slot)
 {
-  return lane_of(a, at) + a.at.slots + (((uint64_t)from * a.shape.packed_slots + row) * a.shape.top_k + slot) * EP_PACKET;
+  return lane_of(a, at) + a.at.slots +
+         (((uint64_t)from * a.shape.packed_slots + row) * a.shape.top_k + slot) * EP_PACKET;
 }
 
 /* Of 16 bytes of a row of y, likewise: the first of two packets, SECOND_PACKET before the other. */

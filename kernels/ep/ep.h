@@ -59,10 +59,10 @@ enum { EP_PLACE_SHIFT = 16 }; /* an entry of a placement: rank << 16 | local exp
 
 typedef struct ep_shape {
   int32_t ranks, lanes, experts, top_k, hidden;
-  int32_t element;  /* bytes of an element of x and y */
-  int32_t exact;    /* a row of y for each slot; else one a rank, the sum of what it has */
-  int32_t packets;  /* exchanges of up to so many tokens go by packets; 0: none */
-  int64_t capacity; /* tokens of one rank in one exchange */
+  int32_t element;      /* bytes of an element of x and y */
+  int32_t exact;        /* a row of y for each slot; else one a rank, the sum of what it has */
+  int32_t packets;      /* exchanges of up to so many tokens go by packets; 0: none */
+  int64_t capacity;     /* tokens of one rank in one exchange */
   int64_t packed_slots; /* of so many at most slots may go as packets: the room's capacity, whatever the tier; or 0 */
 } ep_shape;
 
@@ -173,7 +173,14 @@ typedef struct ep_args {
 } ep_args;
 
 /* The CUDA kernels' grids: parts of a row lie along y, rows along x; so many rows a CTA, up to so many CTAs. */
-enum { EP_PART_BYTES = 4096, EP_MOVE_THREADS = 512, EP_WAIT_THREADS = 1024, EP_MOVE_ROWS = 8, EP_MOVE_CTAS = 128, EP_IDS_CTAS = 16 };
+enum {
+  EP_PART_BYTES = 4096,
+  EP_MOVE_THREADS = 512,
+  EP_WAIT_THREADS = 1024,
+  EP_MOVE_ROWS = 8,
+  EP_MOVE_CTAS = 128,
+  EP_IDS_CTAS = 16
+};
 /* Aside: from so many tokens on; CTAs of put that have an SM each (8 fill the links with stores), SMs that the combine
  * which answers has beside a product, of which it has parts of whole tiles of columns. Own tokens are a layer of their
  * own from so many rows an expert on, as every expert's weights are read twice, and where as much travels as hides
