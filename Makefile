@@ -281,7 +281,7 @@ $(OBJ)/bench/report.o: C_TOOL += -DCUMOE_COMMIT='"$(COMMIT)"'
 # program needs is a member of its own, which one without it does not link; what those use of cumoe.o, all call
 # cumoe_internal_...; so is what cumoe.o's table has of them, weakly (host/operations.def: LATE). A member is a line
 # here: its stems in host/ and kernels/cpu/, its images.
-member_groups = ep% group arenas% nccl exchange exchange.image exchange_few_sm90.image
+member_groups = ep% group arenas% nccl exchange exchange.image exchange_few_sm90.image exchange_up_sm90.image
 member_train  = backward% attention train attention%.image training%.image
 # member_objects NAME
 member_objects = $(filter $(foreach s,$(member_$(1)),$(OBJ)/host/$s.o $(OBJ)/kernels/cpu/$s.o $(OBJ)/$s.o),$(OBJS))

@@ -18,13 +18,13 @@
  *   allred    what slicing needs besides: NCCL's all-reduce of all ranks' outputs
  *
  *   lib/bench/ep [--ranks N] [--model NAME] [--most T] [--tokens T,T] [--plain] [--sums] [--staged] [--room C]
- *                [--each] [--hashes] [--aside T] [--own R]
+ *                [--each] [--hashes] [--aside T] [--own R] [--waits]
  *   --most: T up to that; --tokens: these alone; --plain: no NCCL, slices or lanes; --sums: not EXACT; --staged:
  *   groups by NCCL as well; --room: groups for at least C tokens, whose calls say that they have T; --each: every
  *   rank's times, and those of gate and experts in one graph, where the experts' weights have driven the router's and
  *   the code out of L2 as they do in a layer; --hashes: of every rank's outputs, to compare ways with. More ranks than
  *   GPUs share them, which only shows that it runs; one rank: what its launches cost. --aside, --own: rows go aside
- *   from T tokens on, own tokens are apart from R rows an expert on, instead of the library's choice. NCCL is opened
+ *   from T tokens on, own tokens are apart from R rows an expert on, instead of the library's choice; --waits: up waits for all rows. NCCL is opened
  *   where LD_LIBRARY_PATH has libnccl.so.2
  */
 #include <math.h>
@@ -54,7 +54,7 @@ typedef struct model {
 static const int64_t token_counts[] = {1, 8, 32, 128, 512, 2048, 8192};
 
 static int32_t ranks, gpus;
-static bool plain, sums_alone, staged, each, hashes;
+static bool plain, sums_alone, staged, each, hashes, waits;
 static const char *only_tokens; /* "T,T" */
 static int64_t most_room, aside_tokens = -1, own_rows = -1;
 static pthread_barrier_t together;
@@ -349,6 +349,7 @@ static void change_limits(cumoe_group handle)
   if (!g->side[0]) return;
   if (aside_tokens >= 0) g->aside_tokens = aside_tokens;
   if (own_rows >= 0) g->own_rows = own_rows;
+  if (waits) g->up_row = 0;
 }
 
 static member join(rank *r, const cell *c)
@@ -955,6 +956,7 @@ int main(int argc, char **argv)
     if (!strcmp(argv[i], "--staged")) staged = true;
     if (!strcmp(argv[i], "--each")) each = true;
     if (!strcmp(argv[i], "--hashes")) hashes = true;
+    if (!strcmp(argv[i], "--waits")) waits = true;
     if (!strcmp(argv[i], "--tokens") && i + 1 < argc) only_tokens = argv[++i];
     if (!strcmp(argv[i], "--ranks") && i + 1 < argc) ranks = atoi(argv[++i]);
     if (!strcmp(argv[i], "--model") && i + 1 < argc) named = argv[++i];

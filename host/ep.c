@@ -10,8 +10,8 @@
 
 /* Byte offsets. */
 typedef struct ep_workspace {
-  size_t logits, ids, weights, gate_logit, rows, slots, sent, present, arrived, ids_here, y, shared_y, counts, inner,
-      own;
+  size_t logits, ids, weights, gate_logit, rows, slots, sent, first_experts, order, present, arrived, ids_here, y,
+      shared_y, counts, inner, own;
   size_t inner_bytes; /* of the layers inside, one after the other */
   size_t own_bytes;   /* of this rank's own tokens, where these are a layer of their own */
   size_t bytes;
@@ -30,10 +30,16 @@ static bool goes_aside(const group *g, int64_t tokens)
   return tokens >= g->aside_tokens;
 }
 
+/* As much travels for what is multiplied as hides what hiding costs. */
+static bool travels_much(const group *g, int64_t tokens)
+{
+  return goes_aside(g, tokens) && tokens * g->shape.top_k / g->shape.experts >= g->own_rows;
+}
+
 /* As a layer of their own, besides. */
 static bool serves_own(const group *g, int64_t tokens)
 {
-  return goes_aside(g, tokens) && tokens * g->shape.top_k / g->shape.experts >= g->own_rows;
+  return !g->up_row && travels_much(g, tokens);
 }
 
 static cumoe_status lay_out_workspace(const group *g, ep_workspace *w)
@@ -53,6 +59,9 @@ static cumoe_status lay_out_workspace(const group *g, ep_workspace *w)
   w->rows = take(&end, one, 4 * (g->shape.exact ? k : (int64_t)g->shape.ranks));
   w->slots = take(&end, g->ways.dedup && !on_cpu(g->context) ? one : 0, 4 * (int64_t)g->shape.ranks);
   w->sent = take(&end, 1, 4 * (int64_t)g->shape.ranks);
+  const int64_t sorted = g->up_row ? (one + EP_ROW_CTAS - 1) / EP_ROW_CTAS * EP_ROW_CTAS * g->shape.ranks : 0;
+  w->first_experts = take(&end, sorted, 4);
+  w->order = take(&end, sorted, sizeof(sent_row));
   w->present = take(&end, 1, 4);
   w->arrived = take(&end, 1, 4 * (int64_t)g->shape.ranks);
   w->ids_here = take(&end, all, 4 * k);
@@ -178,7 +187,8 @@ typedef struct ep_round {
   cumoe_gate_args gate; /* what makes ids and weights, where the caller has not given both */
   bool gated;
   bool aside; /* rows and sums travel by a stream of their own, beside the experts */
-  bool own;   /* and this rank's own tokens are a layer of their own */
+  bool own;   /* and this rank's own tokens are a layer of their own, */
+  bool cuts;  /* and down is in two parts */
   ep_args move;
 } ep_round;
 
@@ -267,6 +277,7 @@ static void prepare_moves(ep_round *r)
   const cumoe_routing *routing = &g->plan.desc.routing;
   r->aside = is_aside(r);
   r->own = is_own(r);
+  r->cuts = r->own || (r->aside && g->up_row && travels_much(g, r->tokens));
   r->move = (ep_args){.arena = g->arena,
                       .shape = r->shape,
                       .at = r->at,
@@ -289,6 +300,8 @@ static void prepare_moves(ep_round *r)
                       .first_token = r->first,
                       .rows = region(c, c->at.rows),
                       .slots = g->ways.dedup ? region(c, c->at.slots) : NULL,
+                      .first_experts = region(c, c->at.first_experts),
+                      .order = region(c, c->at.order),
                       .sent = region(c, c->at.sent),
                       .all_tokens = {c->layer.x.rows, c->layer.device_tokens.data},
                       .aside = r->aside,
@@ -520,7 +533,8 @@ static layer_ends ends_of(const ep_round *r)
   return (layer_ends){.rank_tokens = most_of_round(r->c, r->number) * g->shape.ranks,
                       .filled = fills_in_put(r),
                       .returns = !on_cpu(g->context),
-                      .few_row = answers ? g->few_row : 0};
+                      .few_row = answers ? g->few_row : 0,
+                      .up_row = r->aside ? g->up_row : 0};
 }
 
 static cumoe_status locate_fill(ep_round *r)
@@ -529,6 +543,20 @@ static cumoe_status locate_fill(ep_round *r)
   if (!ends.filled) return CUMOE_OK;
   const cumoe_moe_args a = shard_args(r);
   return find_fill(r->c->g->shard, r->c->weights, &a, &ends, &r->move.fill, &r->move.fill_vectors);
+}
+
+/* Aside up may multiply what arrives meanwhile. */
+static cumoe_status locate_up(ep_round *r)
+{
+  const group *g = r->c->g;
+  bool found = false;
+  if (!r->aside || !g->up_row) return CUMOE_OK;
+  const layer_ends ends = ends_of(r);
+  const cumoe_moe_args a = shard_args(r);
+  TRY(find_up(g->shard, r->c->weights, &a, &ends, &found));
+  r->move.arrives = found;
+  if (!g->ways.dedup) r->move.first_sorted = r->tokens / EP_ROWS_AHEAD;
+  return CUMOE_OK;
 }
 
 /* The layer's combine, over rows from all ranks: a slot's by itself, or a rank's sum of them with weight 1. */
@@ -652,28 +680,35 @@ static cumoe_status launch_aside(const ep_round *r, move which, const ep_args *a
   return launch_on(r, side_of(r), which, a, of);
 }
 
-static cumoe_status put_rows_aside(const ep_round *r)
+/* Of those that up multiplies as they arrive the first ones at once, the others when slots are known. */
+static cumoe_status put_rows_aside(const ep_round *r, bool first)
 {
   ep_args a = r->move;
+  if (first ? a.arrives && a.first_sorted == 0 : !a.arrives) return CUMOE_OK;
   a.puts = EP_PUTS_ROWS;
+  a.more = first && a.arrives;
   a.late = true;
   a.sms = r->own ? EP_ASIDE_PUT_CTAS : 2 * EP_ASIDE_PUT_CTAS;
   TRY(follow_caller(r));
-  return launch_aside(r, MOVE_PUT, &a, NULL);
+  return launch_aside(r, a.arrives ? MOVE_ROWS : MOVE_PUT, &a, NULL);
+}
+
+static cumoe_status take_ids(const ep_round *r, cumoe_stream stream)
+{
+  ep_args wait = r->move;
+  wait.puts = EP_PUTS_SLOTS;
+  wait.late = r->own;
+  return launch_on(r, stream, MOVE_TAKE_IDS, &wait, NULL);
 }
 
 /* Slots, behind which rows are waited for, to the map; beside own tokens' products. */
 static cumoe_status map_aside(const ep_round *r, const cumoe_moe_args *a)
 {
-  ep_args wait = r->move;
   layer_ends map = ends_of(r);
   const cumoe_stream stream = r->own ? side_of(r) : r->c->stream;
-  wait.puts = EP_PUTS_SLOTS;
-  wait.more = true;
-  wait.late = r->own;
   map.parts = LAYER_MAP;
   if (r->own) TRY(follow_caller(r));
-  TRY(launch_on(r, stream, MOVE_TAKE_IDS, &wait, NULL));
+  TRY(take_ids(r, stream));
   return forward_between(r->c->g->shard, r->c->weights, a, stream, &map);
 }
 
@@ -710,11 +745,12 @@ static cumoe_status dispatch_aside(const ep_round *r)
 {
   const bool dedup = r->c->g->ways.dedup;
   TRY(count_round(r));
-  if (!dedup) TRY(put_rows_aside(r));
+  if (!dedup) TRY(put_rows_aside(r, true));
   TRY(run_routing(r));
   if (dedup) TRY(run_move(r, MOVE_SLOTS));
-  if (dedup) TRY(put_rows_aside(r));
+  if (dedup) TRY(put_rows_aside(r, true));
   TRY(run_put(r, EP_PUTS_SLOTS));
+  TRY(put_rows_aside(r, false));
   return run_shared(r);
 }
 
@@ -753,7 +789,21 @@ static cumoe_status run_down(const ep_round *r, const cumoe_moe_args *a, int32_t
 static int32_t second_part(const ep_round *r)
 {
   const int32_t hidden = r->shape.hidden, tiles = (hidden / 2 + EP_ASIDE_COLUMNS - 1) / EP_ASIDE_COLUMNS;
-  return r->own && tiles * EP_ASIDE_COLUMNS < hidden ? tiles * EP_ASIDE_COLUMNS : 0;
+  return r->cuts && tiles * EP_ASIDE_COLUMNS < hidden ? tiles * EP_ASIDE_COLUMNS : 0;
+}
+
+/* Map and up, which waits for rows itself. */
+static cumoe_status run_up_of_what_arrives(const ep_round *r, const cumoe_moe_args *layer)
+{
+  gemm_sm90_args up;
+  ep_args a = r->move;
+  layer_ends ends = ends_of(r);
+  ends.parts = LAYER_MAP | LAYER_UP;
+  ends.up = &up;
+  TRY(take_ids(r, r->c->stream));
+  TRY(forward_between(r->c->g->shard, r->c->weights, layer, r->c->stream, &ends));
+  a.movers = (int32_t)ends.up_grid;
+  return launch_move(r, MOVE_UP, a, &up);
 }
 
 /* All up to down: maps, own tokens' up, and up behind the wait for rows. */
@@ -761,9 +811,11 @@ static cumoe_status run_up(const ep_round *r, const cumoe_moe_args *a)
 {
   ep_args wait = r->move;
   layer_ends up = ends_of(r);
+  if (r->move.arrives) return run_up_of_what_arrives(r, a);
   wait.puts = EP_PUTS_ROWS;
   wait.late = r->own;
   up.parts = LAYER_UP;
+  up.up_row = 0;
   TRY(serve_own(r, LAYER_MAP, 0)); /* both maps count for args.load */
   TRY(map_aside(r, a));
   TRY(serve_own(r, LAYER_UP, EP_ASIDE_PUT_CTAS));
@@ -820,6 +872,7 @@ static cumoe_status run_part(const ep_call *c, ep_part which, int64_t number)
                                                                     {dispatch_aside, serve_aside, combine_aside}};
   ep_round r = open_round(c, number);
   cumoe_status status = which == PART_DISPATCH ? locate_fill(&r) : CUMOE_OK;
+  if (status == CUMOE_OK) status = locate_up(&r);
   if (status == CUMOE_OK) status = parts[r.aside][which](&r);
   if (status != CUMOE_OK && status != CUMOE_ERR_PEER) CUMOE_IGNORE(give_up_entered(c->g));
   if (status == CUMOE_OK) c->g->next[c->args.lane] = (ep_part)((which + 1) % PARTS);

@@ -8,9 +8,9 @@
 #include "../kernels/cpu/exchange.h"
 #include "../kernels/ep/ep.h"
 
-/* On GPUs alone: GATE_PUT, the gate and put of few tokens; TAKE_IDS, the wait's rest, aside; FEW, their experts, which
- * answer by themselves; RETURN, answer by the shard's combine; FINISH, of packets, answer, or wait and sum, or all of
- * it. */
+/* On GPUs alone: GATE_PUT, the gate and put of few tokens; TAKE_IDS, the wait for slots alone; UP, the experts' up of
+ * rows that arrive meanwhile, sent by ROWS; FEW, few tokens' experts, which answer by themselves; RETURN, answer by the
+ * shard's combine; FINISH, of packets, answer, or wait and sum, or all of it. */
 typedef enum move {
   MOVE_COUNT,
   MOVE_SLOTS,
@@ -19,10 +19,12 @@ typedef enum move {
   MOVE_WAIT_TOKENS,
   MOVE_TAKE_IDS,
   MOVE_ANSWER,
+  MOVE_UP,
   MOVE_FEW,
   MOVE_RETURN,
   MOVE_FINISH,
   MOVE_WAIT_ANSWERS,
+  MOVE_ROWS,
   MOVES
 } move;
 
@@ -110,12 +112,14 @@ typedef struct group {
   ep_part next[EP_MAX_LANES]; /* on the CPU device, where a call that has returned is done: what each lane expects */
   cudaStream_t stream;        /* on a GPU, as all of these: for what the host says */
   cudaLibrary_t library, few_library;
-  int32_t few_row; /* variant + 1, of which MOVE_FEW does the same; 0: none */
+  cudaLibrary_t up_library;
+  int32_t few_row, up_row; /* variant + 1, of which MOVE_FEW, MOVE_UP does the same; 0: none */
   cudaKernel_t kernels[MOVES];
   char names[MOVES][32];           /* of the kernels */
   bool early;                      /* they may start before the grid ahead has ended */
   int64_t aside_tokens;            /* own tokens from which on rows and sums travel aside; INT64_MAX: never */
-  int64_t own_rows;                /* own rows an expert from which on these are a layer of their own */
+  int64_t own_rows;                /* own rows an expert from which on these are a layer of their own, unless up multiplies
+                                      what arrives, and down is in two parts */
   cudaStream_t side[EP_MAX_LANES]; /* what goes aside has this stream, */
   cudaEvent_t turn[EP_MAX_LANES];  /* each of the two behind the other by this */
   bool staged;                     /* by NCCL, as what follows */
@@ -188,7 +192,7 @@ cumoe_status staged_bring(group *g, uint64_t pieces);
 /* Of a move in a tier's segments: where its kernel writes, or reads. */
 void staged_arguments(const group *g, move which, int32_t tier, ep_args *a);
 /* In the stream's order; on the CPU device done when it returns, and PEER where the group gave up. of: the gate_args of
- * GATE_PUT, the few_args of FEW, the combine_args of RETURN and FINISH; else NULL. */
+ * GATE_PUT, the gemm_sm90_args of UP, the few_args of FEW, the combine_args of RETURN and FINISH; else NULL. */
 cumoe_status wire_move(const group *g, move which, const ep_args *a, const void *of, cumoe_stream stream);
 
 #endif

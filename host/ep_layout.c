@@ -65,6 +65,7 @@ static ep_layout lay_out(const ep_shape *s, ep_tiers *tiers)
   l.exchange = take(&lane, EP_LINE);
   l.in = take(&lane, lines);
   l.back = take(&lane, lines);
+  l.sent = take(&lane, lines);
   take_segments(&lane, s, &tiers->of[0]);
   const uint64_t packets = ranks * (uint64_t)s->packets;
   l.slots = take(&lane, ranks * (uint64_t)s->packed_slots * k * EP_PACKET);

@@ -101,23 +101,26 @@ void wire_give_up(const group *g, uint64_t word)
 
 extern const unsigned char cumoe_image_exchange[];
 #ifdef CUMOE_SM90
-extern const unsigned char cumoe_image_exchange_few_sm90[];
+extern const unsigned char cumoe_image_exchange_few_sm90[], cumoe_image_exchange_up_sm90[];
 static const unsigned char *const few_image = cumoe_image_exchange_few_sm90;
+static const unsigned char *const up_image = cumoe_image_exchange_up_sm90;
 #else
-static const unsigned char *const few_image = NULL;
+static const unsigned char *const few_image = NULL, *const up_image = NULL;
 #endif
 
 /* A kernel for each type of y, or of y and out, where it computes. */
 static void name_kernels(group *g)
 {
-  static const char *const names[MOVES] = {"count",  "slots", "put", "gate_put", "wait_tokens", "take_ids",
-                                           "answer", "",      "",    "",         "wait_answers"};
+  static const char *const names[MOVES] = {"count", "slots", "put", "gate_put", "wait_tokens",  "take_ids", "answer",
+                                           "",      "",      "",    "",         "wait_answers", "rows"};
   const char *in = cumoe_dtype_name((cumoe_dtype)g->plan.desc.dtype),
              *out = cumoe_dtype_name((cumoe_dtype)g->plan.desc.out_dtype);
   for (int which = 0; which < MOVES; which++) {
     char *name = g->names[which];
     const size_t room = sizeof g->names[which];
-    if (which == MOVE_FEW)
+    if (which == MOVE_UP)
+      (void)snprintf(name, room, "cumoe_ep_up_%s", in);
+    else if (which == MOVE_FEW)
       (void)snprintf(name, room, "cumoe_ep_few_%s", in);
     else if (which == MOVE_RETURN)
       (void)snprintf(name, room, "cumoe_ep_return_%s", in);
@@ -137,13 +140,13 @@ static cumoe_status find_kernel(group *g, cudaLibrary_t library, move which)
   return CUMOE_OK;
 }
 
-/* The row of few tokens of dense weights; of other formats few's rows are for one token. */
-static int32_t find_few_row(const group *g)
+/* Of dense weights, K-major. bm 0: any. */
+static int32_t find_row(const group *g, operation op, int form, int32_t bm)
 {
   const int32_t dtype = g->plan.desc.dtype;
-  for (int32_t i = 0; i < variant_count && few_image && g->shape.packets > 0; i++) {
+  for (int32_t i = 0; i < variant_count; i++) {
     const variant *v = &variants[i];
-    if (v->op == OP_few_up && v->form == FORM_few && v->bm == FEW_TOKENS && v->major == MAJOR_K && v->x == dtype &&
+    if (v->op == op && (int)v->form == form && (bm == 0 || v->bm == bm) && v->major == MAJOR_K && v->x == dtype &&
         v->format == (int)dense_format(dtype) && v->y == dtype && runs_on(&g->context->machine, v))
       return i + 1;
   }
@@ -161,11 +164,24 @@ static cumoe_status load_library(cudaLibrary_t *library, const unsigned char *im
 
 static cumoe_status open_few(group *g)
 {
-  g->few_row = find_few_row(g);
+  /* Of other formats few's rows are for one token. */
+  if (few_image && g->shape.packets > 0) g->few_row = find_row(g, OP_few_up, FORM_few, FEW_TOKENS);
   if (!g->few_row) return CUMOE_OK;
   TRY(load_library(&g->few_library, few_image));
   TRY(find_kernel(g, g->few_library, MOVE_FEW));
   return driver_allow_smem(g->context, g->kernels[MOVE_FEW], variants[g->few_row - 1].smem);
+}
+
+/* Where rows go aside. */
+static cumoe_status open_up(group *g)
+{
+  if (up_image && g->side[0] && g->shape.ranks <= EP_NEAR_RANKS) g->up_row = find_row(g, OP_up, FORM_wgmma, 0);
+  if (!g->up_row) return CUMOE_OK;
+  TRY(load_library(&g->up_library, up_image));
+  TRY(find_kernel(g, g->up_library, MOVE_UP));
+  TRY(find_kernel(g, g->up_library, MOVE_ROWS));
+  TRY(driver_allow_smem(g->context, g->kernels[MOVE_ROWS], EP_ROW_SMEM));
+  return driver_allow_smem(g->context, g->kernels[MOVE_UP], variants[g->up_row - 1].smem);
 }
 
 /* Kernels store to other GPUs' memory: this device has to reach it. */
@@ -234,8 +250,9 @@ cumoe_status wire_open(group *g)
   TRY(load_library(&g->library, cumoe_image_exchange));
   name_kernels(g);
   for (move which = 0; which < MOVES; which++)
-    if (which != MOVE_FEW) TRY(find_kernel(g, g->library, which));
+    if (which != MOVE_FEW && which != MOVE_UP && which != MOVE_ROWS) TRY(find_kernel(g, g->library, which));
   TRY(open_sides(g));
+  TRY(open_up(g));
   return open_few(g);
 }
 
@@ -244,9 +261,10 @@ cumoe_status wire_close(group *g)
   cumoe_status first = CUMOE_OK;
   if (g->library) DROP_CUDA(&first, cudaLibraryUnload(g->library));
   if (g->few_library) DROP_CUDA(&first, cudaLibraryUnload(g->few_library));
+  if (g->up_library) DROP_CUDA(&first, cudaLibraryUnload(g->up_library));
   if (g->stream) DROP_CUDA(&first, cudaStreamDestroy(g->stream));
   close_sides(g, &first);
-  g->library = g->few_library = NULL;
+  g->library = g->few_library = g->up_library = NULL;
   g->stream = NULL;
   return first;
 }
@@ -327,11 +345,18 @@ static launch_shape one_cta(int32_t threads)
 }
 
 /* As the row's; a->movers CTAs, as its plan says. */
-static launch_shape shape_of_few(const group *g, const ep_args *a)
+static launch_shape shape_of_row(int32_t row, const ep_args *a)
 {
-  const variant *v = &variants[g->few_row - 1];
+  const variant *v = &variants[row - 1];
   return (launch_shape){
       .grid = {(unsigned)a->movers, 1, 1}, .block = {(unsigned)v->threads, 1, 1}, .smem = (size_t)v->smem};
+}
+
+static launch_shape shape_of_rows(ep_args *a)
+{
+  a->movers = EP_ROW_CTAS; /* in twos: clusters of up want both SMs of a pair */
+  return (launch_shape){
+      .grid = {(unsigned)a->movers, 1, 1}, .block = {EP_ROW_THREADS, 1, 1}, .smem = (size_t)EP_ROW_SMEM};
 }
 
 static launch_shape shape_of_move(const group *g, move which, ep_args *a)
@@ -343,7 +368,9 @@ static launch_shape shape_of_move(const group *g, move which, ep_args *a)
   case MOVE_GATE_PUT: return grid_of_rows(s, a->tokens.count, a);
   case MOVE_TAKE_IDS: return grid_of_ids(s);
   case MOVE_ANSWER: return grid_of_rows(s, s->capacity * s->ranks * ep_answers(s), a);
-  case MOVE_FEW: return shape_of_few(g, a);
+  case MOVE_ROWS: return shape_of_rows(a);
+  case MOVE_UP: return shape_of_row(g->up_row, a);
+  case MOVE_FEW: return shape_of_row(g->few_row, a);
   case MOVE_RETURN: return grid_of_return(g, a);
   case MOVE_FINISH: return grid_of_finish(g, a);
   case MOVE_WAIT_TOKENS: return one_cta(EP_MOVE_THREADS);

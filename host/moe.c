@@ -651,9 +651,25 @@ static bool is_among(stage s, uint32_t parts)
   return parts == 0 || parts & part;
 }
 
+/* Chunks are whole: a few of the tokens may come last. */
+static int32_t first_chunk(const map_args *m, int64_t first_token)
+{
+  return (int32_t)((first_token * m->top_k + m->chunk_pairs - 1) / m->chunk_pairs % m->chunks);
+}
+
+/* Rows are counted tile by tile, in words that each COPY_GROUP of them has. */
+static bool leaves_up(const pass *p, const layer_ends *ends)
+{
+  const cumoe_moe_desc *d = &p->plan->desc;
+  const int32_t row = p->lp.steps[STAGE_up].row;
+  const int64_t rows = p->tokens.count * d->routing.top_k;
+  if (ends->up_row == 0 || p->lp.few || row + 1 != ends->up_row || !p->lp.copies_rows) return false;
+  return rows / COPY_GROUP >= rows / variants[row].bm + d->local_experts;
+}
+
 static bool is_callers(stage s, const layer_ends *ends)
 {
-  return (s == STAGE_combine && ends->combines) || (s == STAGE_few_up && ends->fews);
+  return (s == STAGE_combine && ends->combines) || (s == STAGE_few_up && ends->fews) || (s == STAGE_up && ends->ups);
 }
 
 /* Whatever may fail but the launches themselves comes before the first of them. */
@@ -667,11 +683,14 @@ static cumoe_status run(const pass *p, const struct weights *weights, cumoe_stre
   const launch_step *few = &p->lp.steps[STAGE_few_up];
   ends->fews = p->lp.few_in_one && few->row + 1 == ends->few_row;
   if (ends->fews) *ends->few = l.few.f, ends->few_grid = few->grid;
+  l.map.first_chunk = first_chunk(&l.map, ends->first_token);
+  ends->ups = ends->parts & LAYER_UP && leaves_up(p, ends);
   ends->cuts = ends->columns && !p->lp.few && cuts_columns(&l.down.gemm.g);
   if (ends->cuts) cut_columns(&l.down.gemm.g, ends->first, ends->columns);
   for (stage s = 0; s < STAGE_COUNT; ++s)
     if (is_among(s, ends->parts) && mapped_of(&l, s)) TRY(encode_maps(context, &p->lp.steps[s], mapped_of(&l, s)));
   TRY(encode_few_maps(context, &p->lp.steps[STAGE_few_up], &l.few));
+  if (ends->ups) *ends->up = l.up.gemm, ends->up_grid = p->lp.steps[STAGE_up].grid;
   if (p->lp.few_fills) TRY(fill_words(&l.router.router.r.protocol, stream));
   for (stage s = 0; s < STAGE_COUNT; ++s) {
     const launch_step step = p->lp.steps[s];
@@ -737,6 +756,18 @@ cumoe_status find_fill(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_a
   if (a.x.rows == 0 || !p.lp.few_in_one) return CUMOE_OK;
   *fill = region(&p, p.lp.at.h);
   *vectors = (int32_t)(p.lp.at.few_fill / 16);
+  return CUMOE_OK;
+}
+
+cumoe_status find_up(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *args, const layer_ends *ends,
+                     bool *found)
+{
+  cumoe_moe_args a;
+  layer_operands with;
+  pass p;
+  *found = false;
+  TRY(prepare(plan, weights, args, ends, &a, &with, &p));
+  if (a.x.rows > 0) *found = leaves_up(&p, ends);
   return CUMOE_OK;
 }
 

@@ -46,6 +46,7 @@ enum { LAYER_MAP = 1, LAYER_UP = 2, LAYER_DOWN = 4 };
 /* Of a layer by ids whose caller has grids ahead and behind (ep.c). */
 typedef struct layer_ends {
   uint32_t parts;         /* LAYER_*; 0: all */
+  int64_t first_token;    /* about whose rows, of each expert, are the first ones, then the next ones', in turn */
   int32_t spared;         /* SMs that its products leave to other grids */
   int32_t first, columns; /* of down's outputs; 0 columns: all of them */
   bool cuts;              /* out: weights can be cut so; else this call has made all of them */
@@ -58,12 +59,20 @@ typedef struct layer_ends {
   bool fews;              /* out: the caller has to, with these arguments and so many CTAs */
   few_args *few;          /* where they are put, with few_row */
   int64_t few_grid;
+  int32_t up_row;         /* variant + 1: if up is of this row and copies its rows, the caller launches it; 0: none */
+  bool ups;               /* out: the caller has to, with these arguments and so many CTAs */
+  gemm_sm90_args *up;     /* where they are put, with up_row */
+  int64_t up_grid;
 } layer_ends;
 cumoe_status forward_between(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *args, cumoe_stream stream,
                              layer_ends *ends);
 /* Memory of args.workspace that a grid ahead may fill with ones, which spares the layer a grid; 0 vectors: none. */
 cumoe_status find_fill(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *args, const layer_ends *ends,
                        void **fill, int32_t *vectors);
+
+/* Whether forward_between would leave up to the caller. */
+cumoe_status find_up(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *args, const layer_ends *ends,
+                     bool *found);
 
 /* The caller has chosen, and the gate weighs; the caller has done both. */
 bool is_chosen(const cumoe_moe_args *a);

@@ -118,6 +118,7 @@ typedef struct map_args {
   int32_t ids_dtype, top_k;
   int32_t num_experts, zero_experts, identity_experts, local_experts;
   int32_t chunks, chunk_pairs;
+  int32_t first_chunk; /* < chunks: each expert's rows are of this chunk's pairs first, then of the next one's, in turn */
   fault_sink fault;
   map_protocol protocol;
 } map_args;

@@ -825,6 +825,7 @@ static void send_aside(cumoe_group handle, bool own)
   group *g;
   CHECK_OK(find_group(handle, &g));
   if (g->side[0]) g->aside_tokens = 1, g->own_rows = own ? 0 : INT64_MAX;
+  if (own) g->up_row = 0;
 }
 
 static void enter(rank *r)
@@ -2220,6 +2221,7 @@ static void check_layout(const ep_shape *s)
   region(&r, l.lane + l.exchange, 8);
   region(&r, l.lane + l.in, ranks * EP_LINE);
   region(&r, l.lane + l.back, ranks * EP_LINE);
+  region(&r, l.lane + l.sent, ranks * EP_LINE);
   segments(&r, s, &l, s->capacity);
   region(&r, l.lane + l.slots, ranks * (uint64_t)s->packed_slots * (uint64_t)s->top_k * EP_PACKET);
   region(&r, l.lane + l.sums, packets * (uint64_t)ep_packet_row(s));

@@ -17,15 +17,30 @@ DEVICE char *lane_of(const ep_args &a, int rank)
 }
 
 /* Of this rank and lane: exchanges so far, CTAs that have come to the end of a put, of an answer, where they count each
- * other, and the last exchange in which a peer has sent an id that is none. */
+ * other, and the last exchange in which a peer has sent an id that is none. Where up multiplies what arrives: its
+ * exchange, its units, the ranks (a bit each) whose rows come in their experts' order; CTAs of the rows' grid that have
+ * started, and the exchange in which all had. */
 struct counters {
   unsigned long long exchanges;
   unsigned put, answered;
   int32_t distrusted;
+  uint32_t serving;
+  int32_t up_units;
+  uint32_t sorted;
+  unsigned row_starts;
+  uint32_t rows_started;
 };
+static_assert(sizeof(counters) <= EP_LINE, "the host lays them out");
 DEVICE counters *counters_of(const ep_args &a)
 {
   return reinterpret_cast<counters *>(lane_of(a, a.rank) + a.at.exchange);
+}
+
+/* The exchange that a product of the layer is part of; known behind its CTA's first barrier. */
+DEVICE const ep_args *&exchange_of_cta()
+{
+  __shared__ const ep_args *a;
+  return a;
 }
 
 /* Of the exchange, behind its wait for tokens. */

@@ -94,14 +94,14 @@ EP_BOTH ep_form ep_form_of(const ep_shape *s, int64_t tokens)
   return tokens > s->packets ? EP_ROWS : tokens * s->ranks <= FEW_TOKENS ? EP_PACKETS : EP_LINED;
 }
 
-/* What a put moves. Aside (below) it is two grids at once, each of which has half of the words of a flag. */
+/* What a put moves. Aside (below) it is two grids at once, each of which has words of a flag. */
 typedef enum ep_load { EP_PUTS_ALL, EP_PUTS_ROWS, EP_PUTS_SLOTS } ep_load;
 
-/* Words of a flag are told by the two in turn; this one says of either whether slots are packets. */
-enum { EP_SLOTS_WORD = 1 };
+/* Slots have this one, which says whether they are packets; rows the others. */
+enum { EP_SLOTS_WORD = EP_FLAG_WORDS - 1 };
 EP_BOTH int ep_is_word_of(int load, int word)
 {
-  return load == EP_PUTS_ALL || word % 2 == (load == EP_PUTS_SLOTS);
+  return load == EP_PUTS_ALL || (word == EP_SLOTS_WORD) == (load == EP_PUTS_SLOTS);
 }
 
 /* Bytes from the arena's start; those below `lane` from the start of a lane's part, one every lane_bytes. */
@@ -116,12 +116,18 @@ typedef struct ep_layout {
   uint64_t lane, lane_bytes;
   uint64_t exchange;        /* a line: exchanges of this lane so far */
   uint64_t in, back;        /* [ranks] lines */
+  uint64_t sent;            /* [ranks] lines: how far rows have come that are sent in their experts' order */
   uint64_t x, ids, weights; /* [ranks, capacity, hidden | top_k | top_k] */
   uint64_t y;               /* [ranks, capacity, answers, hidden] */
   uint64_t slots;           /* [ranks, packed_slots, top_k] packets: id, weight */
   uint64_t sums, lines;     /* [ranks, packets] rows of y as packets, and as lines */
   uint64_t bytes;
 } ep_layout;
+
+/* A token, and the first of a rank's experts that it has. */
+typedef struct sent_row {
+  int32_t token, expert;
+} sent_row;
 
 /* One exchange of one lane. */
 typedef struct ep_args {
@@ -161,11 +167,14 @@ typedef struct ep_args {
                          wants so */
   int32_t fill_vectors; /* of 16 bytes */
   void *fill;
-  int32_t aside; /* put is two grids side by side, neither of which counts the exchange: who waits does, and leaves ids
-                     to a grid of their own */
+  int32_t aside; /* put is two grids side by side; the exchange is counted at its end */
   int32_t own;   /* this rank's own tokens are a layer of their own: their rows stay where they are */
-  int32_t more;  /* of return: another one of the exchange follows, which tells; of the wait for tokens: which counts */
+  int32_t more;  /* of return: another one of the exchange follows, which tells */
   int32_t puts;  /* aside, of put and of the wait for tokens: an ep_load, what this grid moves or waits for */
+  int32_t arrives;      /* up multiplies what arrives meanwhile: rows are sent in their experts' order, own ones stay */
+  int64_t first_sorted; /* of these tokens: those before leave while the router and the gate work, whatever they are */
+  int32_t *first_experts; /* [ranks, EP_ROW_CTAS, ceil(capacity / EP_ROW_CTAS)] there, of each CTA's tokens, */
+  sent_row *order;        /* and these in the order of them */
   int32_t late;  /* the host: behind more than one grid, so that this one does not start early */
   int32_t sms;   /* the host: of rows aside and of return, that it has; 0: all */
   fault_sink fault;
@@ -187,12 +196,20 @@ enum {
  * what that costs: each rank sends a row to `ranks` - 1, and each multiplies top_k rows by 3 * inter columns; so many
  * of inter * top_k for each other rank at most. */
 enum { EP_ASIDE_TOKENS = 1024, EP_ASIDE_PUT_CTAS = 16, EP_ASIDE_RETURN_SMS = 40, EP_ASIDE_COLUMNS = 256 };
+/* Rows for an up that multiplies what arrives: CTAs, each of which tells for itself; pieces of rows, and how many of
+ * them lie in its shared memory, half of them on their way in. Experts of a rank that are told apart. */
+enum { EP_ROWS_AHEAD = 4 }; /* a part of this rank's tokens, whose rows do not wait for the gate */
+enum { EP_ROW_CTAS = 8, EP_ROW_THREADS = 256, EP_ROW_PIECE = 4096, EP_ROW_STAGES = 32, EP_ROW_KEYS = 512 };
+enum { EP_ROW_SMEM = EP_ROW_STAGES * (EP_ROW_PIECE + 16) + (EP_ROW_KEYS + EP_NEAR_RANKS) * 4 };
 enum { EP_OWN_ROWS = 256, EP_OWN_INTER = 4500 };
 enum { EP_RETURN_THREADS = 128, EP_RETURN_RESIDENT = 4, EP_FILL_CTAS = 32 };
 enum { EP_FINISH_CTAS = 128, EP_FINISH_LEAST = 16, EP_FINISH_MOST = 32, EP_FINISH_LINED = 64 };
 /* CTAs of finish: of all ranks of a group, or of those on this GPU; of one, by packets and by lines */
 enum { EP_PACKET_TOKENS = 32 }; /* above, twice the bytes take longer than waiting for what was stored */
-#define EP_PACKED 0x80000000u   /* in a flag's number of tokens: their slots come as packets */
+/* In a flag's number of tokens: their slots come as packets; their rows in their experts' order. */
+#define EP_PACKED 0x80000000u
+#define EP_SORTED 0x40000000u
+#define EP_FORMS (EP_PACKED | EP_SORTED)
 
 /* Why a rank gave up, in its abort word: 1 << 63 | cause << 56 | phase << 48 | about << 16 | by. */
 enum { EP_NO_CAUSE = 0, EP_TIMEOUT = 1, EP_FAILED = 2, EP_ASKED = 3 };

@@ -139,15 +139,16 @@ DEVICE void wait_for_tokens(const ep_args &a, arrivals &s, uint32_t exchange, un
   const bool all = wait_for_all<FIRST>(a, a.at.in, EP_DISPATCH, exchange, s.carried);
   wait_for_earlier_grids_alone(); /* if these have not yet */
   let_next_grid_start();
-  if (threadIdx.x == 0 && !a.more) counters_of(a)->exchanges = exchange;
+  if (threadIdx.x == 0 && !a.aside) counters_of(a)->exchanges = exchange;
   if (a.puts == EP_PUTS_ROWS) return;
   if (threadIdx.x == 0) s.any_packed = false;
   meet<FIRST>();
   for (int r = threadIdx.x; r < a.shape.ranks; r += waiting_threads<FIRST>()) {
     s.packed[r] = s.carried[r] & EP_PACKED;
     const bool asks = all && !(a.own && r == a.rank);
-    s.tokens[r] = asks ? (int32_t)min((int64_t)(s.carried[r] & ~EP_PACKED), a.shape.capacity) : 0;
+    s.tokens[r] = asks ? (int32_t)min((int64_t)(s.carried[r] & ~EP_FORMS), a.shape.capacity) : 0;
     if (cta == 0) a.arrived[r] = s.tokens[r];
+    if (cta == 0 && a.arrives && s.carried[r] & EP_SORTED) atomicOr(&counters_of(a)->sorted, 1u << r);
     if (s.packed[r]) s.any_packed = true;
   }
   meet<FIRST>();
@@ -162,7 +163,14 @@ DEVICE void wait_for_tokens(const ep_args &a, arrivals &s, uint32_t exchange, un
 DEVICE void wait_for_answers(const ep_args &a, uint32_t exchange)
 {
   wait_for_all<WHOLE_CTA>(a, a.at.back, EP_RETURN, exchange, nullptr);
+  if (threadIdx.x == 0 && a.aside) counters_of(a)->exchanges = exchange;
   let_next_grid_start();
+}
+
+/* Behind the wait for tokens; aside the exchange is counted by the last grid that needs its number. */
+DEVICE uint32_t exchange_under_way(const ep_args &a)
+{
+  return exchange_now(a) + a.aside;
 }
 
 extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1) cumoe_ep_wait_tokens(const __grid_constant__ ep_args a)
@@ -170,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1) cumoe_ep_wait_t
   __shared__ arrivals s;
   look_ahead(a, a.at.in);
   wait_for_earlier_grids_alone();
-  wait_for_tokens<WHOLE_CTA>(a, s, exchange_now(a) + a.aside);
+  wait_for_tokens<WHOLE_CTA>(a, s, exchange_under_way(a));
 }
 
 /* Aside, of slots: by some CTAs, as one would be at it for 30 us with 8192 tokens of four ranks, and 100 with packets. */
@@ -179,7 +187,13 @@ extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1) cumoe_ep_take_i
   __shared__ arrivals s;
   look_ahead(a, a.at.in);
   wait_for_earlier_grids_alone();
-  wait_for_tokens<WHOLE_CTA>(a, s, exchange_now(a) + 1, blockIdx.x, gridDim.x);
+  const uint32_t exchange = exchange_under_way(a);
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    counters_of(a)->serving = exchange;
+    counters_of(a)->up_units = 0;
+    counters_of(a)->sorted = 0;
+  }
+  wait_for_tokens<WHOLE_CTA>(a, s, exchange, blockIdx.x, gridDim.x);
 }
 
 extern "C" __global__ void __launch_bounds__(EP_WAIT_THREADS, 1)
@@ -187,7 +201,7 @@ extern "C" __global__ void __launch_bounds__(EP_WAIT_THREADS, 1)
 {
   look_ahead(a, a.at.back);
   wait_for_earlier_grids_alone();
-  wait_for_answers(a, exchange_now(a));
+  wait_for_answers(a, exchange_under_way(a));
 }
 
 /* ---- put ---- */
@@ -198,12 +212,24 @@ DEVICE void wait_in_put(const ep_args &a)
   if (!a.then_waits) let_next_grid_start();
 }
 
-/* Of slots alone, which are packets, all is told ahead of them: a fence behind them would wait for all rows that other
- * SMs put meanwhile. */
-DEVICE void tell_of_slots(const ep_args &a, unsigned tokens, uint32_t exchange, int threads)
+/* Who waits for rows in a product takes all SMs that it gets, once all ranks have told of their slots: these are not
+ * told of before the rows' grid has its SMs. */
+DEVICE void wait_for_start_of_rows(const ep_args &a, uint32_t exchange)
 {
-  if (a.puts != EP_PUTS_SLOTS || cta_of_grid(a) != 0) return;
-  tell<false>(a, a.at.in, a.slots ? a.sent : nullptr, tokens | EP_PACKED, exchange, 1, 2, threads);
+  const int32_t *started = reinterpret_cast<const int32_t *>(&counters_of(a)->rows_started);
+  if (threadIdx.x == 0)
+    for (patience p; load_relaxed(started) != (int32_t)exchange && !p.ends(a, EP_DISPATCH, a.rank, false);) {
+    }
+  __syncthreads();
+}
+
+/* Where rows are sorted their grid tells of slots. Of slots alone, which are packets, all is told ahead of them: a fence behind them would wait for all rows that other
+ * SMs put meanwhile. */
+DEVICE void tell_of_slots(const ep_args &a, unsigned tokens, uint32_t exchange)
+{
+  if (a.puts != EP_PUTS_SLOTS || a.arrives || cta_of_grid(a) != 0) return;
+  wait_for_start_of_rows(a, exchange);
+  tell_words_of_slots(a, tokens, exchange);
 }
 
 /* then_waits: nothing comes between the put and its wait, so a CTA that has told the others also waits for them, which
@@ -217,7 +243,8 @@ extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1) cumoe_ep_put(co
   if ((int)blockIdx.x >= a.movers) return fill_with_ones(a);
   const unsigned tokens = tokens_of_round(a);
   const uint32_t exchange = exchange_now(a) + 1; /* nobody changes it before all CTAs have come */
-  tell_of_slots(a, tokens, exchange, blockDim.x);
+  if (a.puts == EP_PUTS_ROWS) rows_have_started(a, exchange);
+  tell_of_slots(a, tokens, exchange);
   put_tokens(a, tokens, exchange);
   if (a.puts == EP_PUTS_SLOTS) return;
   if (tell_all(a, a.at.in, a.slots ? a.sent : nullptr, tokens, &counters_of(a)->put, exchange) && a.then_waits)
@@ -241,9 +268,9 @@ extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1)
   const unsigned tokens = tokens_of_round(a), flag = tokens | (a.packets ? EP_PACKED : 0);
   const uint32_t exchange = exchange_now(a) + 1;
   __syncthreads(); /* all threads know it before any of them tells: who has heard of all changes it */
-  if (has_rows()) {
-    if (a.puts != EP_PUTS_SLOTS) put_rows_of_half(a, tokens);
-    tell_of_slots(a, tokens, exchange, MOVERS);
+  tell_of_slots(a, tokens, exchange);
+  if (has_rows(a)) {
+    put_rows_of_half(a, tokens);
     if (ahead) {
       meet<MOVERS>();
       tell(a, a.at.in, nullptr, flag, exchange, cta_of_grid(a), ctas_of_grid(a), MOVERS);
@@ -267,7 +294,7 @@ extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1) cumoe_ep_answer
   look_ahead(a, a.at.back);
   wait_for_earlier_grids_alone();
   if (!a.then_waits) let_next_grid_start();
-  const uint32_t exchange = exchange_now(a);
+  const uint32_t exchange = exchange_under_way(a);
   answer_rows(a);
   add_counts(a);
   if (tell_all(a, a.at.back, nullptr, 0, &counters_of(a)->answered, exchange) && a.then_waits)
@@ -279,7 +306,7 @@ template <class In, int COLUMNS> DEVICE void return_rows(const combine_args &c, 
 {
   static_assert(COLUMNS * sizeof(In) == EP_RETURN_THREADS * 16, "16 bytes a thread");
   look_ahead(a, a.at.back);
-  const uint32_t exchange = exchange_now(a); /* since the wait for tokens: several grids ago */
+  const uint32_t exchange = exchange_under_way(a); /* since the wait for tokens: several grids ago */
   combine_to_ranks<In, COLUMNS>(c, a, exchange);
   if (a.packets && cta_of_grid(a) == 0) tell_that_all_is_read(a, exchange);
   if (a.packets || a.more) return;

@@ -6,13 +6,6 @@
 #include "ep/flags.cuh"
 #include "few/few.cuh"
 
-/* The exchange whose tokens a CTA has; known behind its first barrier. */
-DEVICE const ep_args *&exchange_of_cta()
-{
-  __shared__ const ep_args *a;
-  return a;
-}
-
 /* What the wait for tokens has left is there, as the grid ahead has ended. */
 template <class S> struct few_outputs<S, true> {
   using Y = typename S::Y;

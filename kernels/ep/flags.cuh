@@ -8,8 +8,8 @@
 /* ---- telling ---- */
 
 /* One CTA's share of the words of this rank's flag at each rank, by `threads` threads of it that have met at a barrier
- * since their stores: a release covers them all. A flag carries a number of tokens: sent[r], or (NULL) that of `tokens`,
- * and EP_PACKED if `tokens` has it. RELEASES: there are such stores. */
+ * since their stores: a release covers them all. A flag carries a number of tokens: sent[r], or (NULL) `tokens`.
+ * RELEASES: there are such stores. */
 template <bool RELEASES = true>
 DEVICE void tell(const ep_args &a, uint64_t words, const uint32_t *sent, uint32_t tokens, uint32_t exchange,
                  unsigned cta, unsigned ctas, int threads)
@@ -17,10 +17,9 @@ DEVICE void tell(const ep_args &a, uint64_t words, const uint32_t *sent, uint32_
 #pragma unroll 1
   for (int i = threadIdx.x; i < a.shape.ranks * EP_FLAG_WORDS; i += threads) {
     const int r = i / EP_FLAG_WORDS, word = i % EP_FLAG_WORDS;
-    if (word % ctas != cta || !is_active(a, r)) continue;
+    if (!ep_is_word_of(a.puts, word) || word % ctas != cta || !is_active(a, r)) continue;
     char *at = lane_of(a, r) + words + (uint64_t)a.rank * EP_LINE + word * sizeof(uint64_t);
-    const uint32_t packed = stays(a, r) ? 0 : tokens & EP_PACKED;
-    const uint64_t flag = ep_flag(exchange, (sent ? sent[r] : tokens & ~EP_PACKED) | packed);
+    const uint64_t flag = ep_flag(exchange, sent ? sent[r] : tokens);
     if (RELEASES)
       store_release_system(at, flag);
     else
@@ -28,9 +27,19 @@ DEVICE void tell(const ep_args &a, uint64_t words, const uint32_t *sent, uint32_
   }
 }
 
+/* The word of slots that are packets, by a whole CTA. */
+DEVICE void tell_words_of_slots(const ep_args &a, uint32_t tokens, uint32_t exchange)
+{
+  for (int r = threadIdx.x; r < a.shape.ranks; r += blockDim.x) {
+    if (!is_active(a, r)) continue;
+    const uint32_t there = a.slots ? a.sent[r] : tokens & ~EP_FORMS, forms = stays(a, r) ? 0 : (tokens & EP_FORMS) | EP_PACKED;
+    char *at = lane_of(a, r) + a.at.in + (uint64_t)a.rank * EP_LINE + EP_SLOTS_WORD * sizeof(uint64_t);
+    store_relaxed_system(at, ep_flag(exchange, there | forms));
+  }
+}
+
 /* The last CTA to come tells for all of them, behind all that they have stored; true there. A CTA by itself needs no
- * fence. Of a put that is two grids neither knows whether the other has read the number of exchanges: who waits for
- * both changes it. */
+ * fence. Of a put that is two grids neither knows whether the other has read the number of exchanges. */
 DEVICE bool tell_when_all_have_come(const ep_args &a, uint64_t words, const uint32_t *sent, uint32_t tokens,
                                     unsigned *came, uint32_t exchange)
 {
@@ -43,10 +52,10 @@ DEVICE bool tell_when_all_have_come(const ep_args &a, uint64_t words, const uint
       __threadfence();
     }
     if (last) *came = 0;
-    if (last && a.puts == EP_PUTS_ALL) counters_of(a)->exchanges = exchange;
+    if (last && !a.aside) counters_of(a)->exchanges = exchange;
   }
   __syncthreads();
-  if (last) tell(a, words, sent, tokens, exchange, 0, a.puts == EP_PUTS_ALL ? 1 : 2, blockDim.x);
+  if (last) tell(a, words, sent, tokens, exchange, 0, 1, blockDim.x);
   return last;
 }
 
@@ -55,6 +64,20 @@ DEVICE bool tell_when_all_have_come(const ep_args &a, uint64_t words, const uint
 DEVICE bool tells_for_itself(const ep_args &a)
 {
   return a.then_waits && ctas_of_grid(a) <= EP_FLAG_WORDS;
+}
+
+/* Every CTA of a grid that puts rows aside, ahead of them; true in the last one. */
+DEVICE bool rows_have_started(const ep_args &a, uint32_t exchange)
+{
+  counters *c = counters_of(a);
+  __shared__ bool last;
+  if (threadIdx.x == 0) {
+    last = atomicAdd(&c->row_starts, 1) == ctas_of_grid(a) - 1;
+    if (last) c->row_starts = 0;
+    if (last) *static_cast<volatile uint32_t *>(&c->rows_started) = exchange;
+  }
+  __syncthreads();
+  return last;
 }
 
 /* Every CTA calls this at its end. True in one of them, which waits for the others if anybody does. */

@@ -42,23 +42,29 @@ template <int EACH, bool INSIDE> DEVICE void copy_vectors(uint4 *to, const uint4
     if (INSIDE || i * WARP_SIZE < vectors) to[i * WARP_SIZE] = value[i];
 }
 
-/* One row of X; zeros for a token that is none. */
-template <class X> DEVICE void copy_row(const gemm_args &args, int32_t row, int32_t token)
+/* One row of X, from there; or zeros. */
+template <class X> DEVICE void copy_row_from(const gemm_args &args, int32_t row, const X *x, bool there)
 {
   constexpr int MOST = 8, SOME = 4; /* 128 bytes a lane: what registers hold */
-  const uint4 *from = reinterpret_cast<const uint4 *>(static_cast<const X *>(args.a) + token * args.a_ld) + lane_id();
+  const uint4 *from = reinterpret_cast<const uint4 *>(x) + lane_id();
   uint4 *to = static_cast<uint4 *>(args.protocol.x_copy) + (int64_t)row * (args.k / operand<X>::PER_16) + lane_id();
   int left = args.k / operand<X>::PER_16 - lane_id();
 #pragma unroll 1
-  for (; token >= 0 && left > (MOST - 1) * WARP_SIZE; left -= MOST * WARP_SIZE) {
+  for (; there && left > (MOST - 1) * WARP_SIZE; left -= MOST * WARP_SIZE) {
     copy_vectors<MOST, true>(to, from, left, true);
     to += MOST * WARP_SIZE, from += MOST * WARP_SIZE;
   }
 #pragma unroll 1
   for (; left > 0; left -= SOME * WARP_SIZE) {
-    copy_vectors<SOME, false>(to, from, left, token >= 0);
+    copy_vectors<SOME, false>(to, from, left, there);
     to += SOME * WARP_SIZE, from += SOME * WARP_SIZE;
   }
+}
+
+/* A token's; zeros for one that is none. */
+template <class X> DEVICE void copy_row(const gemm_args &args, int32_t row, int32_t token)
+{
+  copy_row_from<X>(args, row, static_cast<const X *>(args.a) + token * args.a_ld, token >= 0);
 }
 
 DEVICE float *copied_scales(const gemm_args &args)

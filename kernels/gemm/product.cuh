@@ -19,10 +19,14 @@ template <row_source SOURCE_, int HALVES_, epilogue EPILOGUE_> struct operation 
   static constexpr bool KEEPS = false; /* what the activation gets is a result, too */
   static constexpr bool DRAWS = false; /* units are drawn, whoever ran before; see wgmma_unit for what is left over */
   static constexpr bool ACTIVATES = false; /* sums are d h: results are h and d z */
+  static constexpr bool ARRIVES = false;   /* rows arrive from other GPUs meanwhile (ep/arriving.cuh) */
 };
 using operation_up = operation<SOURCE_gathered, 2, EPILOGUE_activation>;
 struct operation_up_keep : operation_up {
   static constexpr bool KEEPS = true;
+};
+struct operation_up_arriving : operation_up {
+  static constexpr bool ARRIVES = true;
 };
 using operation_down = operation<SOURCE_in_order, 1, EPILOGUE_plain>;
 struct operation_down_drawn : operation_down {

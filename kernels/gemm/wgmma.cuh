@@ -49,7 +49,7 @@ struct wgmma_shape : pipeline_shape<PRODUCT, BM, BN, BK, STAGES, WARPS> {
   /* Whether rows of A are anywhere, as the route says, or one after another. */
   DEVICE static bool gathers(const gemm_args &args)
   {
-    return GATHERED && args.row_pair && !args.packed && !args.protocol.x_copy;
+    return GATHERED && !wgmma_shape::ARRIVES && args.row_pair && !args.packed && !args.protocol.x_copy;
   }
 };
 
@@ -77,6 +77,10 @@ template <class S> struct unit_found<S, true> {
 template <class S> struct wgmma_smem : pipeline_smem<S>, packed_stages<S>, token_scale_stages<S>, unit_found<S> {
   int32_t drawn[UNITS_AHEAD];
   uint64_t drawn_ready[UNITS_AHEAD];
+};
+
+/* Of what arrives meanwhile: whose units are drawn, who copies rows and waits for them (ep/arriving.cuh). */
+template <class S, bool ARRIVES = S::ARRIVES> struct arriving {
 };
 
 /* ---- units ---- */
@@ -137,8 +141,16 @@ template <class S> struct unit_scheduler {
 
   DEVICE static bool draws(const gemm_args &args)
   {
-    if (S::DRAWS) return true;
+    if (S::DRAWS || S::ARRIVES) return true;
     return !S::GATHERED && args.protocol.by_expert;
+  }
+
+  DEVICE static int32_t *tickets(const gemm_args &args)
+  {
+    if constexpr (S::ARRIVES)
+      return arriving<S>::tickets();
+    else
+      return args.protocol.progress + PROGRESS_UNIT_TICKETS;
   }
 
   /* The unit after `index`, by a whole warp. An absent one is skipped. */
@@ -147,7 +159,7 @@ template <class S> struct unit_scheduler {
     if (!draws(args) || cluster_ctarank() != 0) return;
     do {
       int32_t ticket = 0;
-      if (lane_id() == 0) ticket = atomicAdd(args.protocol.progress + PROGRESS_UNIT_TICKETS, 1);
+      if (lane_id() == 0) ticket = atomicAdd(tickets(args), 1);
       next = (int)gridDim.x / S::CLUSTER + __shfl_sync(ALL_LANES, ticket, 0);
     } while (wgmma_unit<S>(args, smem.table, next).absent);
     if (lane_id() == 0) st_async_cluster(&smem.drawn[slot.stage], 1, next, &smem.drawn_ready[slot.stage]);
@@ -435,7 +447,7 @@ template <class S>
 DEVICE void wait_for_operands(const gemm_args &args, const tile_table &table, const tile_unit &tile, int32_t copied)
 {
   if (copies<S>(args)) wait_for_rows(args, copied, tile.row, tile.rows);
-  if (S::DRAWS || !unit_scheduler<S>::draws(args)) return;
+  if (S::DRAWS || S::ARRIVES || !unit_scheduler<S>::draws(args)) return;
   wait_for_h(args, table, tile.expert);
   fence_proxy_async_global();
 }
@@ -527,6 +539,8 @@ template <class S> DEVICE void produce(const gemm_sm90_args &args, wgmma_smem<S>
   if constexpr (S::FINDS) {
     if (warp_id() == 0) produce_found<S>(args, smem);
     if (warp_id() == 1) find_units<S>(args, smem);
+    if constexpr (S::ARRIVES)
+      if (warp_id() > 1) return arriving<S>::copy_rows(args.g);
     if (warp_id() > 1 && copies<S>(args.g)) return copy_rows<typename S::X>(args.g);
     if constexpr (S::DRAWS)
       if (warp_id() > 1) return copy_beside(*beside);
@@ -655,7 +669,8 @@ DEVICE void wgmma_gemm(const gemm_sm90_args &args, wgmma_smem<S> &smem, const co
     }
     fence_mbarrier_init();
   }
-  if (S::DRAWS ? !args.g.protocol.early_inputs : !unit_scheduler<S>::draws(args.g)) wait_for_earlier_grids();
+  if (S::ARRIVES || (S::DRAWS ? !args.g.protocol.early_inputs : !unit_scheduler<S>::draws(args.g)))
+    wait_for_earlier_grids();
   fence_proxy_async_global(); /* they wrote the rows that the boxes bring */
   build_tile_table<S::BM, S::THREADS>(args.g, smem.table);
   barrier_cluster(); /* the other CTA's barriers are initialised */

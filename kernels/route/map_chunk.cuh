@@ -28,7 +28,8 @@ struct pair_range {
 
 DEVICE pair_range chunk_of(const map_args &a)
 {
-  int64_t begin = (int64_t)blockIdx.x * a.chunk_pairs, end = begin + a.chunk_pairs;
+  const unsigned chunk = blockIdx.x + a.first_chunk, begins = chunk < a.chunks ? chunk : chunk - a.chunks;
+  int64_t begin = (int64_t)begins * a.chunk_pairs, end = begin + a.chunk_pairs;
   return {begin, min(end, token_total(a.tokens) * a.top_k), min(end, a.tokens.count * a.top_k)};
 }
 
