@@ -173,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1) cumoe_ep_wait_t
   wait_for_tokens<WHOLE_CTA>(a, s, exchange_now(a) + a.aside);
 }
 
-/* Aside, of slots: by some CTAs, as one would be at it for 30 us with 8192 tokens of four ranks, and 100 with packets. */
+/* Aside, of slots: by some CTAs, as one would be at it for 100 us with 8192 tokens of four ranks. */
 extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1) cumoe_ep_take_ids(const __grid_constant__ ep_args a)
 {
   __shared__ arrivals s;
