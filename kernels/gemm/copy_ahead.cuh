@@ -105,20 +105,18 @@ template <class X> DEVICE void copy_rows(const gemm_args &args)
 
 /* ---- waiting ---- */
 
-/* Returns when rows `first` .. `first + count - 1` are there, for bulk copies that this thread starts. Rows past the
- * last one count as there. */
-DEVICE void wait_for_rows(const gemm_args &args, int32_t total, int32_t first, int32_t count)
+/* Whether rows `first` .. `first + count - 1` are there, for bulk copies that this thread starts. Rows past the last one
+ * count as there. */
+DEVICE bool rows_are_there(const gemm_args &args, int32_t total, int32_t first, int32_t count)
 {
   const int group = first / COPY_GROUP, groups = (first + count - 1) / COPY_GROUP + 1 - group;
-  for (bool missing = true; missing;) {
-    missing = false;
+  bool missing = false;
 #pragma unroll 4
-    for (int i = 0; i < groups; i++)
-      missing |= load_relaxed(args.protocol.progress + PROGRESS_COPIED + group + i) <
-                 min(total - (group + i) * COPY_GROUP, COPY_GROUP);
-  }
-  __threadfence();
-  fence_proxy_async_global();
+  for (int i = 0; i < groups; i++)
+    missing |= load_relaxed(args.protocol.progress + PROGRESS_COPIED + group + i) <
+               min(total - (group + i) * COPY_GROUP, COPY_GROUP);
+  if (!missing) __threadfence();
+  return !missing;
 }
 
 #endif

@@ -74,9 +74,9 @@ template <class S> struct pipeline_smem {
  * More than BM rows only if a bad route had its table cut, of few rows none: those past BM are left. */
 template <class S> DEVICE row_range rows_of_tile(row_range rows, int tile, int tiles)
 {
-  const int64_t steps = ceil_div(rows.count, (int)WGMMA_STEP);
-  const int32_t begin = (int32_t)(steps * tile / tiles) * WGMMA_STEP,
-                end = (int32_t)(steps * (tile + 1) / tiles) * WGMMA_STEP;
+  const uint32_t steps = ceil_div((uint32_t)rows.count, (uint32_t)WGMMA_STEP), each = steps / tiles, more = steps - each * tiles;
+  const int32_t begin = (int32_t)(each * tile + min((uint32_t)tile, more)) * WGMMA_STEP,
+                end = begin + (int32_t)(each + ((uint32_t)tile < more)) * WGMMA_STEP;
   return {rows.begin + begin, min(min(end, rows.count) - begin, S::BM)};
 }
 

@@ -40,7 +40,13 @@ struct wgmma_shape : pipeline_shape<PRODUCT, BM, BN, BK, STAGES, WARPS> {
   static constexpr int HELPERS = 0;    /* warps of producers that arrive at a stage's `full`, too */
   /* A warp of producers finds units while another copies stages. Not of d h: as it copies rows besides, few tokens'
    * would come later than that saves. */
-  static constexpr bool FINDS = !PRODUCT::ACTIVATES;
+#ifndef TRY_AHEAD
+#define TRY_AHEAD 0
+#endif
+#ifndef TRY_FINDS
+#define TRY_FINDS !PRODUCT::ACTIVATES
+#endif
+  static constexpr bool FINDS = TRY_FINDS;
   static constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 56; /* 384 threads start with 168 each */
 
   /* Gathering: 8 threads copy the 128 bytes of a row. */
@@ -68,9 +74,10 @@ struct cluster_unit {
 
 /* Of codes of a byte, whose stages are short: the unit that comes next, found by a warp of its own. */
 template <class S, bool FINDS = S::FINDS> struct unit_found {
+  cluster_unit found[4]; /* of each producing warp */
 };
 template <class S> struct unit_found<S, true> {
-  cluster_unit found;
+  cluster_unit found[4];
   uint64_t found_ready, found_taken;
 };
 
@@ -91,23 +98,23 @@ template <class S> DEVICE int wgmma_channels(const gemm_args &args)
 
 /* Row tiles by twos, then one that is left over. Of the twos row tiles advance first, inside bands, then channels. Of
  * one that is left over an odd channel tile is shared by rows where units are drawn: half for each. */
-template <class S> DEVICE cluster_unit wgmma_unit(const gemm_args &args, const tile_table &table, int64_t index)
+template <class S> DEVICE cluster_unit wgmma_unit(const gemm_args &args, const tile_table &table, uint32_t index)
 {
   const int n_tiles = ceil_div(args.n, wgmma_channels<S>(args)), n_pairs = ceil_div(n_tiles, S::CLUSTER);
   const int rank = cluster_ctarank();
   cluster_unit unit = {{-1, 0, 0, 0, 0}, false, false};
-  if (index >= (int64_t)table.before[args.experts] * n_pairs) return unit;
-  const int expert = expert_of_tile(args, table, (int)(index / n_pairs));
+  if (index >= (uint32_t)table.before[args.experts] * n_pairs) return unit;
+  const int expert = expert_of_tile(args, table, (int)(index / (uint32_t)n_pairs));
   const row_range rows = expert_rows(args, expert);
   const int first = table.before[expert], tiles = table.before[expert + 1] - first;
   const int even = tiles / 2 * 2;
-  int64_t local = index - (int64_t)first * n_pairs;
-  unit.paired = local < (int64_t)even * n_pairs;
-  if (!unit.paired) local -= (int64_t)even * n_pairs;
+  uint32_t local = index - (uint32_t)first * n_pairs;
+  unit.paired = local < (uint32_t)even * n_pairs;
+  if (!unit.paired) local -= (uint32_t)even * n_pairs;
   const int tall = unit.paired ? 2 : 1, wide = S::CLUSTER / tall; /* tiles of the cluster */
   const int heights = unit.paired ? even / 2 : 1, widths = n_pairs * tall, most = 2304 / S::BM / tall;
-  const int band = (int)(local / ((int64_t)most * widths)) * most, height = min(heights - band, most);
-  const int in_band = (int)(local - (int64_t)band * widths);
+  const int band = (int)(local / (uint32_t)(most * widths)) * most, height = min(heights - band, most);
+  const int in_band = (int)(local - (uint32_t)(band * widths));
   const int m = unit.paired ? (band + in_band % height) * 2 + rank : even;
   row_range own = rows_of_tile<S>(rows, m, tiles);
   if constexpr (token_tile<S>::SERVED)
@@ -131,7 +138,7 @@ template <class S> DEVICE bool copies(const gemm_args &args)
  * that a cluster that starts late has fewer; and one whose units differ much (DRAWS). Then the first CTA of a cluster
  * draws and sends the unit to the other; it is never more than STAGES units ahead, as both fill each other's stages. */
 template <class S> struct unit_scheduler {
-  int64_t index = blockIdx.x / S::CLUSTER;
+  uint32_t index = blockIdx.x / S::CLUSTER;
   int32_t next = 0;
   pipeline_state<UNITS_AHEAD> slot;
 
@@ -153,6 +160,22 @@ template <class S> struct unit_scheduler {
     if (lane_id() == 0) st_async_cluster(&smem.drawn[slot.stage], 1, next, &smem.drawn_ready[slot.stage]);
   }
 
+  /* The next unit that is there, by a whole warp; behind the last one that of no expert. */
+  DEVICE cluster_unit take(const gemm_args &args, wgmma_smem<S> &smem)
+  {
+    cluster_unit unit;
+    if (draws(args)) {
+      draw(args, smem);
+      advance(args, smem);
+      return wgmma_unit<S>(args, smem.table, index);
+    }
+    do {
+      index += gridDim.x / S::CLUSTER;
+      unit = wgmma_unit<S>(args, smem.table, index);
+    } while (unit.absent);
+    return unit;
+  }
+
   DEVICE void advance(const gemm_args &args, wgmma_smem<S> &smem)
   {
     if (!draws(args)) {
@@ -171,68 +194,48 @@ template <class S> struct unit_scheduler {
 
 /* ---- producers ---- */
 
-/* Where a thread's rows are: their addresses, which would take a producer longer to work out anew for each stage than
- * few rows' products take. Of codes tokens, as they have scales besides. -1: zeros. */
-template <class S, bool CODES = S::SCALED> struct row_sources {
-  const typename S::X *from[S::GATHERS];
-  uint32_t there; /* a bit each */
+/* A thread gathers 16 bytes of k of GATHERS rows. Their tokens are spread over the 8 threads that share rows, so that
+ * they, and those of the unit that comes next, take few registers: the token of row i is in thread i % 8. */
+template <class S> struct gather {
+  static constexpr int EACH = (S::GATHERS + 7) / 8;
+  int32_t own[EACH], next[EACH]; /* -1: zeros */
 
-  DEVICE void set(const gemm_args &args, int i, int32_t token)
-  {
-    if (i == 0) there = 0;
-    from[i] = static_cast<const typename S::X *>(args.a);
-    if (token < 0) return;
-    from[i] += token * args.a_ld;
-    there |= 1u << i;
-  }
-  DEVICE bool has(int i) const { return there & 1u << i; }
-  DEVICE const void *at(const gemm_args &, int i, int k) const { return from[i] + k; }
-};
-template <class S> struct row_sources<S, true> {
-  int32_t source[S::GATHERS];
-
-  DEVICE void set(const gemm_args &, int i, int32_t token) { source[i] = token; }
-  DEVICE bool has(int i) const { return source[i] >= 0; }
-  DEVICE const void *at(const gemm_args &args, int i, int k) const
-  {
-    return static_cast<const typename S::X *>(args.a) + (source[i] * args.a_ld + k);
-  }
-};
-
-/* A thread gathers 16 bytes of k of each of these rows. */
-template <class S> struct gather : row_sources<S> {
   DEVICE static int row_of(int i) { return threadIdx.x / 8 + i * S::GATHER_ROWS; }
 
-  DEVICE void set_unit(const gemm_args &args, const tile_unit &unit)
+  DEVICE void find_tokens(const gemm_args &args, const tile_unit &unit)
   {
     const int64_t pairs = token_total(args.tokens) * args.top_k;
     constexpr int64_t NONE = INT64_MIN; /* -1 is a bad pair too */
     int64_t bad = NONE;
 #pragma unroll
-    for (int i = 0; i < S::GATHERS; i++) {
-      const int r = row_of(i);
-      int32_t token = -1;
-      if (r < unit.rows) {
+    for (int j = 0; j < EACH; j++) {
+      const int i = j * 8 + threadIdx.x % 8, r = row_of(i);
+      next[j] = -1;
+      if (i < S::GATHERS && r < unit.rows) {
         const int32_t pair = __ldg(args.row_pair + unit.row + r);
         if (pair < 0 || pair >= pairs)
           bad = pair;
         else
-          token = (int32_t)((uint32_t)pair / (uint32_t)args.top_k);
+          next[j] = (int32_t)((uint32_t)pair / (uint32_t)args.top_k);
       }
-      this->set(args, i, token);
     }
     if (bad != NONE) report_fault_inline(args.fault, FAULT_ROUTE, 0, bad);
   }
 
-  /* Of the 8 threads that share rows, each copies the scales of every eighth. */
+  DEVICE void begin_unit()
+  {
+#pragma unroll
+    for (int j = 0; j < EACH; j++) own[j] = next[j];
+  }
+
   DEVICE void copy_scales(const gemm_args &args, wgmma_smem<S> &smem, const pipeline_state<S::STAGES> &at, int k0) const
   {
     if constexpr (S::SCALED) {
       const float *from = args.a_scale + row_group(args, k0) * args.a_scale_ld;
 #pragma unroll
-      for (int i = 0; i < S::GATHERS; i++)
-        if (this->has(i) && i % 8 == threadIdx.x % 8)
-          cp_async_ca_4(shared_address(row_scales_of<S>(smem, at) + row_of(i)), from + this->source[i], 4);
+      for (int j = 0; j < EACH; j++)
+        if (own[j] >= 0)
+          cp_async_ca_4(shared_address(row_scales_of<S>(smem, at) + row_of(j * 8 + threadIdx.x % 8)), from + own[j], 4);
     }
   }
 
@@ -241,11 +244,13 @@ template <class S> struct gather : row_sources<S> {
   {
     const int row = threadIdx.x / 8, vector = threadIdx.x % 8, k = k0 + vector * operand<typename S::X>::PER_16;
     const uint32_t to = shared_address(smem.rows[at.stage]) + row * 128 + (vector ^ row % 8) * 16;
+    const typename S::X *from = static_cast<const typename S::X *>(args.g.a) + k;
 #pragma unroll
     for (int i = 0; i < S::GATHERS; i++) {
       if (i * S::GATHER_ROWS >= unit.rows) break;
-      const bool there = this->has(i) && k < args.g.k;
-      cp_async_cg_16(to + i * S::GATHER_ROWS * 128, this->at(args.g, i, k), there ? 16 : 0);
+      const int32_t token = __shfl_sync(ALL_LANES, own[i / 8], lane_id() / 8 * 8 + i % 8);
+      const bool there = token >= 0 && k < args.g.k;
+      cp_async_cg_16(to + i * S::GATHER_ROWS * 128, from + (there ? token * args.g.a_ld : 0), there ? 16 : 0);
     }
     copy_scales(args.g, smem, at, k0);
     cp_async_mbarrier_arrive_noinc(&smem.full[at.stage]);
@@ -377,13 +382,13 @@ template <class S> DEVICE void post_unit(wgmma_smem<S> &smem, const tile_unit &t
 /* All of a unit's stages. Consumers read which unit it is behind the first `full` barrier. */
 template <class S, bool PAIRED>
 DEVICE void produce_ordered(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &tile, int slot,
-                            pipeline_state<S::STAGES> &at)
+                            pipeline_state<S::STAGES> &at, int begin, int end)
 {
   const int boxes = ceil_div(tile.rows, ROWS_OF_BOX(S::BITS));
   ordered_scales<S> scales(args.g, tile);
   producer_scales<S> weights(args.g, args.up_first, tile);
 #pragma unroll 1
-  for (int k0 = 0; k0 < args.g.k; k0 += S::BK, at.advance()) {
+  for (int k0 = begin; k0 < end; k0 += S::BK, at.advance()) {
     wait_for(&smem.empty[at.stage], at.phase ^ 1);
     if (tile.rows > token_tile<S>::TOKENS) /* of fewer, consumers find them sooner */
       weights.put(args.g, smem, at.stage, k0 / S::BK);
@@ -396,17 +401,18 @@ DEVICE void produce_ordered(const gemm_sm90_args &args, wgmma_smem<S> &smem, con
     scales.next += scales.step;
     __syncwarp();
   }
-  if constexpr (S::ACTIVATES) produce_kept<S>(activated_of<S>(args), smem, tile, at);
+  if constexpr (S::ACTIVATES)
+    if (end >= args.g.k) produce_kept<S>(activated_of<S>(args), smem, tile, at);
 }
 
 /* The same where all producers gather rows, and each warp asks for a box of weights at most: rows of one that asks for
  * four would come late. */
 template <class S, bool PAIRED>
 DEVICE void produce_gathered(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &tile, int slot,
-                             const gather<S> &rows, pipeline_state<S::STAGES> &at)
+                             const gather<S> &rows, pipeline_state<S::STAGES> &at, int begin, int end)
 {
 #pragma unroll 1
-  for (int k0 = 0; k0 < args.g.k; k0 += S::BK, at.advance()) {
+  for (int k0 = begin; k0 < end; k0 += S::BK, at.advance()) {
     wait_for(&smem.empty[at.stage], at.phase ^ 1);
     if (warp_id() < WEIGHT_BOXES<S, PAIRED> && elect_one()) {
       if (warp_id() == 0) {
@@ -420,51 +426,97 @@ DEVICE void produce_gathered(const gemm_sm90_args &args, wgmma_smem<S> &smem, co
   }
 }
 
-template <class S, bool PAIRED, bool GATHERING>
-DEVICE void produce_unit(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &tile, int slot,
-                         const gather<S> &rows, pipeline_state<S::STAGES> &at)
+/* Whether what a unit reads and this launch or the one ahead still writes is there, for bulk copies. */
+template <class S>
+DEVICE bool operands_are_there(const gemm_args &args, const tile_table &table, const tile_unit &tile, int32_t copied)
 {
-  if constexpr (GATHERING)
-    produce_gathered<S, PAIRED>(args, smem, tile, slot, rows, at);
-  else
-    produce_ordered<S, PAIRED>(args, smem, tile, slot, at);
+  bool there = true;
+  if (copies<S>(args)) there = rows_are_there(args, copied, tile.row, tile.rows);
+  if (!S::DRAWS && unit_scheduler<S>::draws(args)) there = there && h_is_there(args, table, tile.expert);
+  if (there) fence_proxy_async_global();
+  return there;
 }
 
-/* Until what a unit reads and this launch or the one ahead still writes is there, for bulk copies. */
-template <class S>
-DEVICE void wait_for_operands(const gemm_args &args, const tile_table &table, const tile_unit &tile, int32_t copied)
-{
-  if (copies<S>(args)) wait_for_rows(args, copied, tile.row, tile.rows);
-  if (S::DRAWS || !unit_scheduler<S>::draws(args)) return;
-  wait_for_h(args, table, tile.expert);
-  fence_proxy_async_global();
-}
+/* Units in turn: each is found while the one before it is copied. */
+template <class S, bool GATHERING> struct unit_ahead {
+  const gemm_sm90_args &args;
+  wgmma_smem<S> &smem;
+  gather<S> &rows;
+  unit_scheduler<S> scheduler;
+  int32_t copied;
+  bool there; /* what it reads */
+
+  DEVICE unit_ahead(const gemm_sm90_args &args_, wgmma_smem<S> &smem_, gather<S> &rows_)
+      : args(args_), smem(smem_), rows(rows_)
+  {
+    copied = !GATHERING && copies<S>(args.g) ? rows_to_copy(args.g) : 0;
+    const cluster_unit unit = wgmma_unit<S>(args.g, smem.table, scheduler.index);
+    if (unit.absent)
+      find();
+    else
+      keep(unit);
+  }
+
+  DEVICE cluster_unit found() const { return smem.found[GATHERING ? warp_id() : 0]; }
+
+  DEVICE void keep(const cluster_unit &unit)
+  {
+    __syncwarp();
+    if (lane_id() == 0) smem.found[GATHERING ? warp_id() : 0] = unit;
+    __syncwarp();
+    look(unit);
+  }
+
+  DEVICE void look(const cluster_unit &unit)
+  {
+    if (GATHERING)
+      rows.find_tokens(args.g, unit.tile);
+    else
+      there = unit.tile.expert < 0 || operands_are_there<S>(args.g, smem.table, unit.tile, copied);
+  }
+
+  DEVICE void find()
+  {
+    keep(scheduler.take(args.g, smem));
+  }
+};
 
 template <class S, bool GATHERING> DEVICE void produce_units(const gemm_sm90_args &args, wgmma_smem<S> &smem)
 {
-  const int32_t copied = !GATHERING && copies<S>(args.g) ? rows_to_copy(args.g) : 0;
   pipeline_state<S::STAGES> at;
   gather<S> rows;
-  int slot = 0;
+  unit_ahead<S, GATHERING> ahead(args, smem, rows);
 #pragma unroll 1
-  for (unit_scheduler<S> scheduler;; scheduler.advance(args.g, smem)) {
-    const cluster_unit unit = wgmma_unit<S>(args.g, smem.table, scheduler.index);
+  for (int slot = 0;; slot = (slot + 1) % UNITS_AHEAD) {
+    const cluster_unit unit = ahead.found();
     if (unit.tile.expert < 0) {
       produce_end<S>(smem, unit.tile, slot, GATHERING, at);
       if (S::PACKED && threadIdx.x == 0) post_unit(smem, unit.tile, slot);
       return;
     }
-    scheduler.draw(args.g, smem);
-    if (unit.absent) continue;
     if (GATHERING)
-      rows.set_unit(args.g, unit.tile);
+      rows.begin_unit();
     else
-      wait_for_operands<S>(args.g, smem.table, unit.tile, copied);
-    if (unit.paired)
-      produce_unit<S, true, GATHERING>(args, smem, unit.tile, slot, rows, at);
-    else
-      produce_unit<S, false, GATHERING>(args, smem, unit.tile, slot, rows, at);
-    slot = (slot + 1) % UNITS_AHEAD;
+      while (!ahead.there) ahead.look(unit);
+    int begin = 0, end = min((int)S::STAGES * S::BK, args.g.k);
+#pragma unroll 1
+    for (;;) {
+      if constexpr (GATHERING) {
+        if (unit.paired)
+          produce_gathered<S, true>(args, smem, unit.tile, slot, rows, at, begin, end);
+        else
+          produce_gathered<S, false>(args, smem, unit.tile, slot, rows, at, begin, end);
+      } else {
+        if (unit.paired)
+          produce_ordered<S, true>(args, smem, unit.tile, slot, at, begin, end);
+        else
+          produce_ordered<S, false>(args, smem, unit.tile, slot, at, begin, end);
+      }
+      if (begin == 0) ahead.find();
+      if (end >= args.g.k) break;
+      begin = end;
+      end = args.g.k;
+    }
   }
 }
 
@@ -474,24 +526,24 @@ template <class S, bool GATHERING> DEVICE void produce_units(const gemm_sm90_arg
 template <class S> DEVICE void find_units(const gemm_sm90_args &args, wgmma_smem<S> &smem)
 {
   const int32_t copied = copies<S>(args.g) ? rows_to_copy(args.g) : 0;
-  uint32_t taken = 1;
+  unit_scheduler<S> scheduler;
+  cluster_unit unit = wgmma_unit<S>(args.g, smem.table, scheduler.index);
+  if (unit.absent) unit = scheduler.take(args.g, smem);
 #pragma unroll 1
-  for (unit_scheduler<S> scheduler;; scheduler.advance(args.g, smem)) {
-    const cluster_unit unit = wgmma_unit<S>(args.g, smem.table, scheduler.index);
-    if (unit.tile.expert >= 0) {
-      scheduler.draw(args.g, smem);
-      if (unit.absent) continue;
-      wait_for_operands<S>(args.g, smem.table, unit.tile, copied);
-    }
-    wait_for(&smem.found_taken, taken);
-    taken ^= 1;
+  for (uint32_t taken = TRY_AHEAD;; taken ^= 1) {
+    if (unit.tile.expert >= 0)
+      while (!operands_are_there<S>(args.g, smem.table, unit.tile, copied)) {
+      }
+    if (TRY_AHEAD) wait_for(&smem.found_taken, taken);
     __syncwarp(); /* no lane still waits for the phase that the next unit ends */
     if (lane_id() == 0) {
-      smem.found = unit;
+      smem.found[0] = unit;
       mbarrier_arrive(&smem.found_ready);
     }
     __syncwarp();
     if (unit.tile.expert < 0) return;
+    if (!TRY_AHEAD) wait_for(&smem.found_taken, taken);
+    unit = scheduler.take(args.g, smem);
   }
 }
 
@@ -502,15 +554,15 @@ template <class S> DEVICE void produce_found(const gemm_sm90_args &args, wgmma_s
 #pragma unroll 1
   for (uint32_t ready = 0;; ready ^= 1) {
     wait_for(&smem.found_ready, ready);
-    const cluster_unit unit = smem.found;
+    const cluster_unit unit = smem.found[0];
     mbarrier_arrive(&smem.found_taken); /* each lane for itself: what racecheck can follow */
     __syncwarp();
     if (unit.tile.expert < 0) return produce_end<S>(smem, unit.tile, slot, false, at);
     fence_proxy_async_global(); /* what the other warp has waited for */
     if (unit.paired)
-      produce_ordered<S, true>(args, smem, unit.tile, slot, at);
+      produce_ordered<S, true>(args, smem, unit.tile, slot, at, 0, args.g.k);
     else
-      produce_ordered<S, false>(args, smem, unit.tile, slot, at);
+      produce_ordered<S, false>(args, smem, unit.tile, slot, at, 0, args.g.k);
     slot = (slot + 1) % UNITS_AHEAD;
   }
 }
