@@ -107,9 +107,8 @@ static cumoe_status in_row_order(const backward *b, const copy_rows_args *c, boo
 }
 
 /* d h = d out times down's weights; then the activation once more, and its gradient: h, d z, and <d h, h> of each row,
- * from which the pairs' gradients come. *copied: x was brought into the order of rows on the way; *activated: d h's
- * place has parts of <d h, h>. */
-static cumoe_status backward_activation(const backward *b, const expert_rows *e, const row_matrix *d_out, bool *copied,
+ * from which the pairs' gradients come. *activated: d h's place has parts of <d h, h>. */
+static cumoe_status backward_activation(const backward *b, const expert_rows *e, const row_matrix *d_out,
                                         bool *activated)
 {
   const bool cpu = on_cpu(b->p.context);
@@ -124,10 +123,8 @@ static cumoe_status backward_activation(const backward *b, const expert_rows *e,
                                  .n = e->w->inter,
                                  .k = e->w->hidden,
                                  .scale = 1};
-  const copy_rows_args x = copy_of(b, e, &e->x, e->at.d_rows, e->weighs_x);
   const drawn_work work = {.tickets = tickets_of(b, TICKETS_OF_D_H),
-                           .copy = e->d ? &x : NULL,
-                           .copied = copied,
+                           .clears = e->d != NULL,
                            .act = &act,
                            .z_offsets = b->p.route.offsets,
                            .row_weight = row_weight_of(b),
@@ -165,13 +162,19 @@ static void split_halves(weight_gradient_args *g, const struct weights *w, const
   g->a_half[own % 2 ? 0 : 1] = own >= GATE_UP_PAIRS ? 1 : inter;
 }
 
-/* Gradients of down, of its biases, and of gate and up. On CUDA the rows of x and h carry the pair's weight already, so
- * the products there need none (weighs: on the CPU alone). */
-static cumoe_status backward_weights(const backward *b, const expert_rows *e, const row_matrix *d_out, bool copied)
+/* x in the order of rows, where d out has been: its last reader is the gradient of down. */
+static copy_rows_args copy_of_x(const backward *b, const expert_rows *e)
+{
+  return copy_of(b, e, &e->x, e->at.d_out, e->weighs_x);
+}
+
+/* Of gate and up. On CUDA the rows of x and h carry the pair's weight already, so the products there and below need
+ * none (weighs: on the CPU alone). */
+static cumoe_status gradient_of_up(const backward *b, const expert_rows *e, bool copied)
 {
   const int32_t halves = e->w->gated ? 2 : 1, dtype = b->p.plan->desc.dtype;
   const bool cpu = on_cpu(b->p.context);
-  const copy_rows_args copy = copy_of(b, e, &e->x, e->at.d_rows, e->weighs_x);
+  const copy_rows_args copy = copy_of_x(b, e);
   row_matrix x = e->x;
   weight_gradient_args up = {.map = e->map,
                              .a = rows_of(region(b->scratch, e->at.d_z), (int64_t)halves * e->w->inter, dtype),
@@ -185,6 +188,17 @@ static cumoe_status backward_weights(const backward *b, const expert_rows *e, co
                              .accumulates = accumulates(b),
                              .padded = !cpu,
                              .scale = 1};
+  split_halves(&up, e->w, e->d);
+  TRY(in_row_order(b, &copy, copied, &x));
+  up.b = x;
+  return add_up_rows(b->p.context, &up, b->p.stream);
+}
+
+/* And of its biases. */
+static cumoe_status gradient_of_down(const backward *b, const expert_rows *e, const row_matrix *d_out)
+{
+  const int32_t dtype = b->p.plan->desc.dtype;
+  const bool cpu = on_cpu(b->p.context);
   weight_gradient_args down = {.map = e->map,
                                .a = *d_out,
                                .b = rows_of(region(b->scratch, e->at.h), e->w->inter, dtype),
@@ -203,15 +217,12 @@ static cumoe_status backward_weights(const backward *b, const expert_rows *e, co
   bias.weighs = e->weighs_h ? WEIGHS_A : WEIGHS_NONE;
   bias.padded = 0;
   down.d.bias[0] = NULL;
-  split_halves(&up, e->w, e->d);
-  TRY(in_row_order(b, &copy, copied, &x));
-  up.b = x;
   TRY(add_up_rows(b->p.context, &bias, b->p.stream));
-  TRY(add_up_rows(b->p.context, &up, b->p.stream));
   return add_up_rows(b->p.context, &down, b->p.stream); /* the last: see backward_rows */
 }
 
-/* d x of each row = d z times the weights of gate and up; then the gradients of the pairs' weights. */
+/* d x of each row = d z times the weights of gate and up, *copied: x was brought into the order of rows on the way; the
+ * gradients of those weights; then those of the pairs' weights. */
 static cumoe_status backward_rows(const backward *b, const expert_rows *e, bool activated)
 {
   const int32_t halves = e->w->gated ? 2 : 1, dtype = b->p.plan->desc.dtype;
@@ -248,10 +259,16 @@ static cumoe_status backward_rows(const backward *b, const expert_rows *e, bool 
     d_rows.k *= 2;
     d_rows.halves = 1;
   }
-  /* The gradient of down, the grid ahead, has waited for those before it, and touches neither d z nor the place of d x,
-   * where x's copy is: its last units and the first ones of d x may run side by side. */
-  const drawn_work work = {.tickets = tickets_of(b, TICKETS_OF_D_ROWS), .beside = e->d != NULL};
+  /* The gradient of down, the grid ahead, has waited for those before it, and touches neither d z nor the place of d x:
+   * its last units and the first ones of d x may run side by side, but for the copy of x. */
+  const copy_rows_args copy = copy_of_x(b, e);
+  bool copied = false;
+  const drawn_work work = {.tickets = tickets_of(b, TICKETS_OF_D_ROWS),
+                           .copy = e->d ? &copy : NULL,
+                           .copied = &copied,
+                           .beside = e->d != NULL};
   TRY(multiply_rows(b->p.context, &d_rows, e->padded ? &work : NULL, b->p.stream));
+  if (e->d) TRY(gradient_of_up(b, e, copied));
   return dispatch(b->p.context, OP_pair_gradient, &pairs, b->p.stream);
 }
 
@@ -259,10 +276,10 @@ static cumoe_status backward_experts(const backward *b, const expert_rows *e)
 {
   row_matrix d_out = e->d_out;
   const copy_rows_args copy = copy_of(b, e, &e->d_out, e->at.d_out, false);
-  bool copied = false, activated = false;
+  bool activated = false;
   TRY(in_row_order(b, &copy, false, &d_out));
-  TRY(backward_activation(b, e, &d_out, &copied, &activated));
-  if (e->d) TRY(backward_weights(b, e, &d_out, copied));
+  TRY(backward_activation(b, e, &d_out, &activated));
+  if (e->d) TRY(gradient_of_down(b, e, &d_out));
   return backward_rows(b, e, activated);
 }
 

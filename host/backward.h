@@ -22,7 +22,7 @@ typedef struct kept_layout {
 /* What the rows of one weights object need: of the routed experts, of the shared one. */
 typedef struct rows_layout {
   size_t d_h, h, d_z, along;
-  size_t d_rows; /* on CUDA it holds the copy of x first */
+  size_t d_rows;
   size_t d_out;  /* the copy of d out, on CUDA alone */
   int64_t rows;  /* how many there is room for */
 } rows_layout;
@@ -87,6 +87,7 @@ typedef struct drawn_work {
   int32_t *tickets;
   const copy_rows_args *copy;
   bool *copied;
+  bool clears; /* of h and d z, what fills up rows */
   const activation_args *act; /* of kept z: its rows begin at z_offsets */
   const int32_t *z_offsets;
   const float *row_weight;

@@ -186,39 +186,42 @@ static bool as_down(const rows_product_args *a, gemm_args *g)
   return true;
 }
 
-static copy_beside_args beside(const copy_rows_args *c, int32_t *tickets)
+static copy_beside_args beside_of(const row_map *map, int32_t *tickets)
+{
+  return (copy_beside_args){.slot_row = map->slot_row,
+                            .row_pair = map->row_pair,
+                            .end = map->offsets + map->experts,
+                            .pair_weights = map->pair_weights,
+                            .tickets = tickets + PROGRESS_COPY_TICKETS,
+                            .pair_weights_ld = map->pair_weights_ld,
+                            .rows_cap = map->rows_cap,
+                            .tokens = map->tokens,
+                            .top_k = map->top_k,
+                            .row_step = ROW_STEP};
+}
+
+static void copy_beside(copy_beside_args *to, const copy_rows_args *c)
 {
   const int32_t vector = 16 / (int32_t)cumoe_dtype_bytes((cumoe_dtype)c->dtype);
-  return (copy_beside_args){.from = c->a.base,
-                            .to = c->to,
-                            .slot_row = c->map.slot_row,
-                            .row_pair = c->map.row_pair,
-                            .end = c->map.offsets + c->map.experts,
-                            .pair_weights = c->map.pair_weights,
-                            .tickets = tickets + PROGRESS_COPY_TICKETS,
-                            .pair_weights_ld = c->map.pair_weights_ld,
-                            .from_ld = c->a.ld / vector,
-                            .rows_cap = c->map.rows_cap,
-                            .tokens = c->map.tokens,
-                            .vectors = c->cols / vector,
-                            .top_k = c->map.top_k,
-                            .row_step = ROW_STEP};
+  to->from = c->a.base;
+  to->to = c->to;
+  to->from_ld = c->a.ld / vector;
+  to->vectors = c->cols / vector;
 }
 
 /* Parts of <d h, h> need room where d h would have been: 4 bytes for ALONG_PART channels, of whole 4 parts. */
 enum { LEAST_ACTIVATED = 64 };
 
-/* Whether down_activated makes what `activation` would: see there. What fills up rows is cleared by a copy beside. */
+/* Whether down_activated makes what `activation` would: see there. */
 static bool activates(const drawn_work *work, const gemm_args *g)
 {
   const activation_args *act = work->act;
-  const bool clears = !work->copy || COPIES_BESIDE(work->copy);
-  return act && work->row_weight && clears && act->gated && (act->act == ACT_SILU || act->act == ACT_SWIGLU_OAI) &&
+  return act && work->row_weight && act->gated && (act->act == ACT_SILU || act->act == ACT_SWIGLU_OAI) &&
          act->order < GATE_UP_PAIRS && act->weighs == act->weighs_h && g->n >= LEAST_ACTIVATED;
 }
 
-/* From d h's arguments, with tickets and a copy beside. */
-static void activate(down_activated_args *d, const drawn_work *work)
+/* From d h's arguments, with tickets. */
+static void activate(down_activated_args *d, const row_map *map, const drawn_work *work)
 {
   const activation_args *act = work->act;
   gemm_sm90_args *gemm = &d->drawn.gemm;
@@ -241,7 +244,8 @@ static void activate(down_activated_args *d, const drawn_work *work)
   d->along = work->parts;
   d->z_rows = work->z_rows;
   d->scale = act->scale;
-  if (!beside->to) return;
+  if (!work->clears) return;
+  *beside = beside_of(map, work->tickets);
   beside->cleared[0] = act->h;
   beside->cleared[1] = act->d_z;
   beside->cleared_vectors[0] = (int32_t)(half / 16);
@@ -260,12 +264,13 @@ cumoe_status multiply_rows(struct context *context, const rows_product_args *a, 
   if (!work || variants[s.row].form != FORM_wgmma) return dispatch_by(context, OP_down, g, &hint, stream);
   g->protocol.progress = work->tickets;
   if (work->copy && COPIES_BESIDE(work->copy)) {
-    mapped.drawn.beside = beside(work->copy, work->tickets);
+    mapped.drawn.beside = beside_of(&a->map, work->tickets);
+    copy_beside(&mapped.drawn.beside, work->copy);
     *work->copied = true;
   }
   g->protocol.early_inputs = work->beside;
   if (!activates(work, g)) return dispatch_by(context, OP_down_drawn, &mapped.drawn, &hint, stream);
-  activate(&mapped.activated, work);
+  activate(&mapped.activated, &a->map, work);
   *work->activated = true;
   return dispatch_by(context, OP_down_activated, &mapped.activated, &hint, stream);
 }

@@ -70,9 +70,10 @@ DEVICE void clear_block_beside(const copy_beside_args &c, int64_t block, int32_t
 DEVICE void copy_beside(const copy_beside_args &c)
 {
   constexpr int TICKET = 4;
-  if (!c.to) return;
+  if (!c.to && !c.cleared[0]) return;
   const int32_t end = (int32_t)min(max((int64_t)load_relaxed(c.end), (int64_t)0), c.rows_cap);
-  const int64_t tokens = token_total(c.tokens), units = tokens + ceil_div((int64_t)end, (int64_t)c.row_step);
+  const int64_t tokens = c.to ? token_total(c.tokens) : 0;
+  const int64_t units = tokens + ceil_div((int64_t)end, (int64_t)c.row_step);
 #pragma unroll 1
   for (;;) {
     int32_t ticket = 0;

@@ -539,7 +539,10 @@ template <class S> DEVICE void produce(const gemm_sm90_args &args, wgmma_smem<S>
   if (S::GATHERED && S::gathers(args.g)) return produce_units<S, S::GATHERED>(args, smem);
   if (warp_id() >= BUSY) {
     if (copies<S>(args.g)) return copy_rows<typename S::X>(args.g);
-    if constexpr (S::DRAWS) return copy_beside(*beside);
+    if constexpr (S::DRAWS) {
+      wait_for_earlier_grids(); /* their last reader of what the copy replaces */
+      return copy_beside(*beside);
+    }
   } else if (warp_id() > 0) {
     if constexpr (S::WOVEN)
       weave<S>(args, smem);
