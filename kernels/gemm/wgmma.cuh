@@ -31,8 +31,8 @@ struct wgmma_shape : pipeline_shape<PRODUCT, BM, BN, BK, STAGES, WARPS> {
   static constexpr bool GATHERED = PRODUCT::SOURCE == SOURCE_gathered;
   static constexpr int CLUSTER = CLUSTER_;
   static_assert(CLUSTER == 2, "CTAs share in halves");
-  /* Loads are the limit, of codes that was not measured; but where few rows read weights of long k by short pieces, the
-   * more of them are on their way the slower memory is. */
+  /* Loads are the limit; of codes that was not measured. But where few rows wait for N-major weights, short pieces of
+   * long rows of memory, more of those on their way are slower. (In d h, which waits for what it stores, they are not.) */
   template <int N>
   static constexpr bool RELEASE_AT_ONCE =
       wgmma_shape::BITS == 16 && !(wgmma_shape::N_MAJOR && !PRODUCT::ACTIVATES && N <= 96);
