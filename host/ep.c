@@ -426,11 +426,12 @@ static cumoe_status run_put(const ep_round *r, ep_load load)
   const group *g = r->c->g;
   ep_args a = r->move;
   a.puts = load;
+  a.packets = load == EP_PUTS_SLOTS && g->shape.packed_slots > 0;
   a.then_waits = waits_in_put(r);
   if (!gates_in_put(r)) return launch_move(r, MOVE_PUT, a, NULL);
   const gate_args gate = gating(r);
   a.early = r->c->layer.router_weight.data && !g->staged;
-  a.packets = load == EP_PUTS_ALL && r->tokens <= g->shape.packets;
+  if (load == EP_PUTS_ALL) a.packets = r->tokens <= g->shape.packets;
   return launch_move(r, MOVE_GATE_PUT, a, &gate);
 }
 
@@ -672,8 +673,7 @@ static cumoe_status map_aside(const ep_round *r, const cumoe_moe_args *a)
   wait.late = r->own;
   map.parts = LAYER_MAP;
   if (r->own) TRY(follow_caller(r));
-  TRY(launch_on(r, stream, MOVE_WAIT_TOKENS, &wait, NULL));
-  TRY(launch_on(r, stream, MOVE_TAKE_IDS, &r->move, NULL));
+  TRY(launch_on(r, stream, MOVE_TAKE_IDS, &wait, NULL));
   return forward_between(r->c->g->shard, r->c->weights, a, stream, &map);
 }
 

@@ -59,10 +59,11 @@ enum { EP_PLACE_SHIFT = 16 }; /* an entry of a placement: rank << 16 | local exp
 
 typedef struct ep_shape {
   int32_t ranks, lanes, experts, top_k, hidden;
-  int32_t element;  /* bytes of an element of x and y */
-  int32_t exact;    /* a row of y for each slot; else one a rank, the sum of what it has */
-  int32_t packets;  /* exchanges of up to so many tokens go by packets; 0: none */
-  int64_t capacity; /* tokens of one rank in one exchange */
+  int32_t element;      /* bytes of an element of x and y */
+  int32_t exact;        /* a row of y for each slot; else one a rank, the sum of what it has */
+  int32_t packets;      /* exchanges of up to so many tokens go by packets; 0: none */
+  int64_t capacity;     /* tokens of one rank in one exchange */
+  int64_t packed_slots; /* of so many at most slots may go as packets: the room's capacity, whatever the tier; or 0 */
 } ep_shape;
 
 /* Rows of y a token and rank. */
@@ -96,7 +97,8 @@ EP_BOTH ep_form ep_form_of(const ep_shape *s, int64_t tokens)
 /* What a put moves. Aside (below) it is two grids at once, each of which has half of the words of a flag. */
 typedef enum ep_load { EP_PUTS_ALL, EP_PUTS_ROWS, EP_PUTS_SLOTS } ep_load;
 
-/* Words of a flag are told by the two in turn. */
+/* Words of a flag are told by the two in turn; this one says of either whether slots are packets. */
+enum { EP_SLOTS_WORD = 1 };
 EP_BOTH int ep_is_word_of(int load, int word)
 {
   return load == EP_PUTS_ALL || word % 2 == (load == EP_PUTS_SLOTS);
@@ -116,7 +118,7 @@ typedef struct ep_layout {
   uint64_t in, back;        /* [ranks] lines */
   uint64_t x, ids, weights; /* [ranks, capacity, hidden | top_k | top_k] */
   uint64_t y;               /* [ranks, capacity, answers, hidden] */
-  uint64_t slots;           /* [ranks, packets, top_k] packets: id, weight */
+  uint64_t slots;           /* [ranks, packed_slots, top_k] packets: id, weight */
   uint64_t sums, lines;     /* [ranks, packets] rows of y as packets, and as lines */
   uint64_t bytes;
 } ep_layout;
@@ -171,7 +173,14 @@ typedef struct ep_args {
 } ep_args;
 
 /* The CUDA kernels' grids: parts of a row lie along y, rows along x; so many rows a CTA, up to so many CTAs. */
-enum { EP_PART_BYTES = 4096, EP_MOVE_THREADS = 512, EP_WAIT_THREADS = 1024, EP_MOVE_ROWS = 8, EP_MOVE_CTAS = 128 };
+enum {
+  EP_PART_BYTES = 4096,
+  EP_MOVE_THREADS = 512,
+  EP_WAIT_THREADS = 1024,
+  EP_MOVE_ROWS = 8,
+  EP_MOVE_CTAS = 128,
+  EP_IDS_CTAS = 16
+};
 /* Aside: from so many tokens on; CTAs of put that have an SM each (8 fill the links with stores), SMs that the combine
  * which answers has beside a product, of which it has parts of whole tiles of columns. Own tokens are a layer of their
  * own from so many rows an expert on, as every expert's weights are read twice, and where as much travels as hides

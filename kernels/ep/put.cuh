@@ -114,7 +114,7 @@ DEVICE void put_slots_to(const ep_args &a, const place_table &t, unsigned token,
   const bool any = __any_sync(ALL_LANES, there);
   const int id = there ? place & ((1 << EP_PLACE_SHIFT) - 1) : -1;
   if (row >= 0 && slot < k) {
-    if (PACKETS)
+    if (PACKETS && !stays(a, r))
       store_words_system(slot_packet(a, r, a.rank, row, slot),
                          make_packet(exchange, make_uint2((uint32_t)id, __float_as_uint(weight))).words);
     else
@@ -138,7 +138,7 @@ DEVICE void put_slots(const ep_args &a, const place_table &t, unsigned token, in
 
 /* x read once, stored to each rank that the token goes to; while that is on its way ids and weights, by the warp that
  * has the first part of the row. */
-DEVICE void put_tokens(const ep_args &a, unsigned tokens)
+DEVICE void put_tokens(const ep_args &a, unsigned tokens, uint32_t exchange)
 {
   const int slot = lane_id();
   const bool slots = blockIdx.y == 0 && a.puts != EP_PUTS_ROWS, there = slots && slot < a.shape.top_k;
@@ -146,7 +146,11 @@ DEVICE void put_tokens(const ep_args &a, unsigned tokens)
     const int64_t id = there ? id_of(a, token, slot) : -1;
     const float weight = there ? a.weights[token * a.weights_ld + slot] : 0.f;
     if (a.puts != EP_PUTS_SLOTS) put_row(a, token);
-    if (slots) put_slots<false>(a, places_in_memory(a), token, id, weight, 0);
+    if (!slots) continue;
+    if (a.packets)
+      put_slots<true>(a, places_in_memory(a), token, id, weight, exchange);
+    else
+      put_slots<false>(a, places_in_memory(a), token, id, weight, exchange);
   }
 }
 
