@@ -32,7 +32,7 @@ struct wgmma_shape : pipeline_shape<PRODUCT, BM, BN, BK, STAGES, WARPS> {
   static constexpr int CLUSTER = CLUSTER_;
   static_assert(CLUSTER == 2, "CTAs share in halves");
   /* Loads are the limit; of codes that was not measured. But where few rows wait for N-major weights, short pieces of
-   * long rows of memory, more of those on their way are slower. (In d h, which waits for what it stores, they are not.) */
+   * long rows of memory, more of them on their way are slower. (Not in d h, which waits for what it stores.) */
   template <int N>
   static constexpr bool RELEASE_AT_ONCE =
       wgmma_shape::BITS == 16 && !(wgmma_shape::N_MAJOR && !PRODUCT::ACTIVATES && N <= 96);
