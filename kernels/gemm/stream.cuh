@@ -22,7 +22,8 @@ template <class PRODUCT, int CLUSTER_, int BM, int BN, int BK, int STAGES, int W
 struct stream_shape : pipeline_shape<PRODUCT, BM, BN, BK, STAGES, WARPS> {
   static constexpr int CLUSTER = CLUSTER_;
   static_assert(CLUSTER == 1, "every CTA fills its own stages");
-  static constexpr bool RELEASE_AT_ONCE = true, SCALES_BY_COPY = false;
+  template <int> static constexpr bool RELEASE_AT_ONCE = true;
+  static constexpr bool SCALES_BY_COPY = false;
   static constexpr int GRANULE = 16, GRANULES = stream_shape::COLUMNS / GRANULE;
   static constexpr int LINE = 128 / sizeof(typename PRODUCT::W); /* channels of a line of L2 */
   /* Producers fill two stages at once: a thread has 16 bytes of k of every 8th row. */

@@ -20,7 +20,7 @@ DEVICE void hold(int &value)
  * Of a shape S made from it, four things are asked besides:
  *   CLUSTER         CTAs that fill each other's stages
  *   gathers(args)   whether stages hold what threads have copied (cp.async), not the copy engine alone
- *   RELEASE_AT_ONCE         a stage is released as soon as it is used, where loads are the limit; else one step later,
+ *   RELEASE_AT_ONCE<N>  a stage is released as soon as it is used, where loads are the limit; else one step later,
  *                   when the next products are under way
  *   SCALES_BY_COPY  scales of rows in row order come by one copy, which begins up to SCALE_VECTOR - 1 before them
  */
@@ -134,6 +134,7 @@ DEVICE void multiply_n(const gemm_args &args, pipeline_smem<S> &smem, pipeline_s
                        typename S::SUM (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
   constexpr int K16 = S::N_MAJOR ? 16 * 128 >> 4 : 2, NEXT = S::N_MAJOR ? S::BK * 128 >> 4 : 64; /* see wgmma_operand */
+  constexpr bool AT_ONCE = S::template RELEASE_AT_ONCE<N>;
   const bool gathered = S::gathers(args);
   int before = -1;
 #pragma unroll 1
@@ -150,15 +151,15 @@ DEVICE void multiply_n(const gemm_args &args, pipeline_smem<S> &smem, pipeline_s
       for (int i = 0; i < S::BLOCKS; i++)
         wgmma_step<S, N>::run(acc[i], a + k * K16 + i * NEXT, b + k * 2, k > 0 || k0 > 0);
     wgmma_commit_group();
-    wgmma_wait_group<S::RELEASE_AT_ONCE ? 0 : 1>();
-    const int done = S::RELEASE_AT_ONCE ? (int)at.stage : before;
+    wgmma_wait_group<AT_ONCE ? 0 : 1>();
+    const int done = AT_ONCE ? (int)at.stage : before;
     if (done >= 0) release_stage<S>(smem, done);
     before = at.stage;
   }
   wgmma_wait_group<0>();
 #pragma unroll
   for (int i = 0; i < S::BLOCKS; i++) hold(acc[i]);
-  if (!S::RELEASE_AT_ONCE) release_stage<S>(smem, before);
+  if (!AT_ONCE) release_stage<S>(smem, before);
 }
 
 template <class S, int N>

@@ -31,16 +31,18 @@ struct wgmma_shape : pipeline_shape<PRODUCT, BM, BN, BK, STAGES, WARPS> {
   static constexpr bool GATHERED = PRODUCT::SOURCE == SOURCE_gathered;
   static constexpr int CLUSTER = CLUSTER_;
   static_assert(CLUSTER == 2, "CTAs share in halves");
-  /* Loads are the limit; of codes that was not measured. */
-  static constexpr bool RELEASE_AT_ONCE = wgmma_shape::BITS == 16, SCALES_BY_COPY = true;
+  /* Loads are the limit; of codes that was not measured. But where few rows wait for N-major weights, short pieces of
+   * long rows of memory, more of them on their way are slower. (Not in d h, which waits for what it stores.) */
+  template <int N>
+  static constexpr bool RELEASE_AT_ONCE =
+      wgmma_shape::BITS == 16 && !(wgmma_shape::N_MAJOR && !PRODUCT::ACTIVATES && N <= 96);
+  static constexpr bool SCALES_BY_COPY = true;
   /* Of codes of e4m3: a piece's channels of eight tokens (token_store.cuh). */
   static constexpr int STAGED =
       same_type<typename PRODUCT::X, e4m3> ? PRODUCT::EPILOGUE == EPILOGUE_activation ? 2 : 4 : 1;
   static constexpr bool WOVEN = false; /* rows are put into another order in their stages (gemm/packed.cuh) */
   static constexpr int HELPERS = 0;    /* warps of producers that arrive at a stage's `full`, too */
-  /* A warp of producers finds units while another copies stages. Not of d h: as it copies rows besides, few tokens'
-   * would come later than that saves. */
-  static constexpr bool FINDS = !PRODUCT::ACTIVATES;
+  static constexpr bool FINDS = true;  /* a warp of producers finds units while another copies stages */
   static constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 56; /* 384 threads start with 168 each */
 
   /* Gathering: 8 threads copy the 128 bytes of a row. */
@@ -66,7 +68,7 @@ struct cluster_unit {
   bool absent;    /* neither has channels: an odd number of channel tiles, paired */
 };
 
-/* Of codes of a byte, whose stages are short: the unit that comes next, found by a warp of its own. */
+/* The unit that comes next, found by a warp of its own. */
 template <class S, bool FINDS = S::FINDS> struct unit_found {
 };
 template <class S> struct unit_found<S, true> {
@@ -166,6 +168,24 @@ template <class S> struct unit_scheduler {
     }
     slot.advance();
     index = next;
+  }
+
+  /* The unit at `index`, or the next one that is not absent; behind the last one that of no expert. */
+  DEVICE cluster_unit present(const gemm_args &args, wgmma_smem<S> &smem)
+  {
+    const cluster_unit unit = wgmma_unit<S>(args, smem.table, index);
+    return unit.absent ? take(args, smem) : unit;
+  }
+
+  DEVICE cluster_unit take(const gemm_args &args, wgmma_smem<S> &smem)
+  {
+    cluster_unit unit;
+    do {
+      draw(args, smem);
+      advance(args, smem);
+      unit = wgmma_unit<S>(args, smem.table, index);
+    } while (unit.absent);
+    return unit;
   }
 };
 
@@ -469,29 +489,26 @@ template <class S, bool GATHERING> DEVICE void produce_units(const gemm_sm90_arg
 }
 
 /* What a unit takes before its first copy can be asked for is longer than a stage: a search and divisions, rows that
- * are asked for, fences. So one warp finds units and waits for what they read, never more than two ahead of the one
- * that copies their stages. */
+ * are asked for, fences. So one warp finds units and waits for what they read, while another copies their stages. Never
+ * more than one ahead: a cluster that has drawn more has units in hand when others are through, and what is not there
+ * yet is asked for again and again. */
 template <class S> DEVICE void find_units(const gemm_sm90_args &args, wgmma_smem<S> &smem)
 {
   const int32_t copied = copies<S>(args.g) ? rows_to_copy(args.g) : 0;
-  uint32_t taken = 1;
+  unit_scheduler<S> scheduler;
+  cluster_unit unit = scheduler.present(args.g, smem);
 #pragma unroll 1
-  for (unit_scheduler<S> scheduler;; scheduler.advance(args.g, smem)) {
-    const cluster_unit unit = wgmma_unit<S>(args.g, smem.table, scheduler.index);
-    if (unit.tile.expert >= 0) {
-      scheduler.draw(args.g, smem);
-      if (unit.absent) continue;
-      wait_for_operands<S>(args.g, smem.table, unit.tile, copied);
-    }
-    wait_for(&smem.found_taken, taken);
-    taken ^= 1;
-    __syncwarp(); /* no lane still waits for the phase that the next unit ends */
+  for (uint32_t taken = 0;; taken ^= 1) {
+    if (unit.tile.expert >= 0) wait_for_operands<S>(args.g, smem.table, unit.tile, copied);
     if (lane_id() == 0) {
       smem.found = unit;
       mbarrier_arrive(&smem.found_ready);
     }
     __syncwarp();
     if (unit.tile.expert < 0) return;
+    wait_for(&smem.found_taken, taken);
+    __syncwarp(); /* no lane still waits for the phase that the next unit ends */
+    unit = scheduler.take(args.g, smem);
   }
 }
 
@@ -515,26 +532,25 @@ template <class S> DEVICE void produce_found(const gemm_sm90_args &args, wgmma_s
   }
 }
 
+/* Rows in order: a warp copies stages, the next ones do what that or consumers want besides, the rest copies rows. */
 template <class S> DEVICE void produce(const gemm_sm90_args &args, wgmma_smem<S> &smem, const copy_beside_args *beside)
 {
+  constexpr int BUSY = 1 + (S::FINDS ? 1 : S::HELPERS);
   if (S::GATHERED && S::gathers(args.g)) return produce_units<S, S::GATHERED>(args, smem);
-  const bool helps = S::PACKED && warp_id() > 0 && warp_id() <= S::HELPERS;
-  if constexpr (S::WOVEN) {
-    if (helps) weave<S>(args, smem);
-  } else if constexpr (S::PACKED) {
-    if (helps) produce_factors<S>(args, smem);
-  }
-  if constexpr (S::FINDS) {
-    if (warp_id() == 0) produce_found<S>(args, smem);
-    if (warp_id() == 1) find_units<S>(args, smem);
-    if (warp_id() > 1 && copies<S>(args.g)) return copy_rows<typename S::X>(args.g);
-    if constexpr (S::DRAWS)
-      if (warp_id() > 1) return copy_beside(*beside);
+  if (warp_id() >= BUSY) {
+    if (copies<S>(args.g)) return copy_rows<typename S::X>(args.g);
+    if constexpr (S::DRAWS) return copy_beside(*beside);
+  } else if (warp_id() > 0) {
+    if constexpr (S::WOVEN)
+      weave<S>(args, smem);
+    else if constexpr (S::PACKED)
+      produce_factors<S>(args, smem);
+    else
+      find_units<S>(args, smem);
+  } else if constexpr (S::FINDS) {
+    produce_found<S>(args, smem);
   } else {
-    if (copies<S>(args.g) && warp_id() != 0 && !helps) return copy_rows<typename S::X>(args.g);
-    if constexpr (S::DRAWS)
-      if (warp_id() != 0) return copy_beside(*beside);
-    if (warp_id() == 0) produce_units<S, false>(args, smem);
+    produce_units<S, false>(args, smem);
   }
   wait_for_earlier_grids(); /* if not yet */
 }
