@@ -65,10 +65,10 @@ static ep_layout lay_out(const ep_shape *s, ep_tiers *tiers)
   l.exchange = take(&lane, EP_LINE);
   l.in = take(&lane, lines);
   l.back = take(&lane, lines);
-  l.sent = take(&lane, lines);
   take_segments(&lane, s, &tiers->of[0]);
   const uint64_t packets = ranks * (uint64_t)s->packets;
   l.slots = take(&lane, ranks * (uint64_t)s->packed_slots * k * EP_PACKET);
+  l.sent = take(&lane, s->packets ? ranks * (uint64_t)s->capacity * (uint64_t)ep_line_row(s) : 0);
   l.sums = take(&lane, packets * (uint64_t)ep_packet_row(s));
   l.lines = take(&lane, packets * (uint64_t)ep_line_row(s));
   for (int32_t i = 1; i < tiers->count; i++) take_segments(&lane, s, &tiers->of[i]);

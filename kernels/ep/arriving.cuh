@@ -12,59 +12,35 @@
 #include "gemm/major.cuh"
 #include "gemm/wgmma.cuh"
 
-/* What is known to have come: of ranks that send in order, all rows of experts below this one; of others, all (a bit a
- * rank). */
-struct come {
-  int experts;
-  uint32_t all;
-};
+constexpr int LINES_AT_ONCE = 4; /* of a lane: parts of a row */
 
-/* The least that a rank's CTAs tell of, by half a warp; as its word is of this exchange. */
-DEVICE int told_of(const ep_args &a, uint32_t exchange, int rank)
+/* A row that another rank sends as lines, to x's copy; waits for each. */
+DEVICE void copy_lines(const gemm_args &args, const ep_args &a, int32_t row, const char *from, uint64_t flag, int width)
 {
-  const int word = lane_id() % EP_FLAG_WORDS;
-  const char *words = lane_of(a, a.rank) + a.at.sent + (uint64_t)rank * EP_LINE;
-  int told = INT32_MAX;
-  if (word < EP_ROW_CTAS) {
-    const uint64_t value = load_relaxed_system(words + word * sizeof(uint64_t));
-    const int32_t after = (int32_t)((uint32_t)(value >> 32) - exchange);
-    told = after > 0 ? INT32_MAX : after < 0 ? 0 : (int)(uint32_t)value;
-  }
-#pragma unroll
-  for (int lanes = EP_FLAG_WORDS / 2; lanes > 0; lanes /= 2) told = min(told, __shfl_xor_sync(ALL_LANES, told, lanes));
-  return told;
-}
-
-/* Until each of the sorted ranks has told that it has sent all rows of the expert, or the group has given up. */
-DEVICE void wait_for_expert(const ep_args &a, uint32_t exchange, uint32_t sorted, int expert, come &known)
-{
-  int least = INT32_MAX;
+  const int parts = parts_of_row(a);
+  char *to = static_cast<char *>(args.protocol.x_copy) + (int64_t)row * width * 16;
+  patience p;
 #pragma unroll 1
-  for (int r = 0; r < a.shape.ranks; r += 2) {
-    const int rank = r + lane_id() / EP_FLAG_WORDS;
-    const bool counts = rank < a.shape.ranks && sorted >> rank & 1 && is_active(a, rank);
-    int told = 0;
-    for (patience p;;) {
-      told = told_of(a, exchange, counts ? rank : a.rank);
-      if (__all_sync(ALL_LANES, !counts || told > expert)) break;
-      if (__any_sync(ALL_LANES, p.ends(a, EP_DISPATCH, rank, true))) {
-        known.experts = INT32_MAX;
-        return;
+  for (int first = 0; first < parts; first += LINES_AT_ONCE) {
+    line_words line[LINES_AT_ONCE];
+#pragma unroll
+    for (int j = 0; j < LINES_AT_ONCE; j++)
+      if (first + j < parts) line[j] = load_line_system(from + (first + j) * (EP_LINES * EP_LINE) + lane_id() * 16);
+#pragma unroll
+    for (int j = 0; j < LINES_AT_ONCE; j++) {
+      if (first + j >= parts) break;
+      while (!are_whole(line[j], flag)) {
+        if (__any_sync(ALL_LANES, p.ends(a, EP_DISPATCH, a.rank, true))) return;
+        line[j] = load_line_system(from + (first + j) * (EP_LINES * EP_LINE) + lane_id() * 16);
       }
+      const int vector = (first + j) * EP_LINE_VECTORS + vector_of_lane();
+      if (vector >= width) continue;
+      if (has_flag())
+        *reinterpret_cast<uint64_t *>(to + vector * 16 + (has_second_half() ? 8 : 0)) = line[j].words.x;
+      else
+        *reinterpret_cast<ulonglong2 *>(to + vector * 16) = line[j].words;
     }
-    if (counts) least = min(least, told);
   }
-  known.experts = min(least, __shfl_xor_sync(ALL_LANES, least, EP_FLAG_WORDS));
-  (void)load_acquire_system(lane_of(a, a.rank) + a.at.sent);
-}
-
-DEVICE void wait_for_all_rows_of(const ep_args &a, uint32_t exchange, int rank)
-{
-  const char *words = lane_of(a, a.rank) + a.at.in + (uint64_t)rank * EP_LINE;
-  uint32_t tokens;
-  if (lane_id() < EP_FLAG_WORDS && ep_is_word_of(EP_PUTS_ROWS, lane_id()) && is_active(a, rank))
-    (void)wait_for_word<true>(a, words + lane_id() * sizeof(uint64_t), exchange, EP_DISPATCH, rank, &tokens);
-  __syncwarp();
 }
 
 template <class S> struct arriving<S, true> {
@@ -77,32 +53,19 @@ template <class S> struct arriving<S, true> {
   {
     const ep_args &a = *exchange_of_cta();
     const int32_t total = rows_to_copy(args), copies = total ? (total - 1) / COPY_TICKET + 1 : 0;
-    come known = {0, 1u << a.rank};
-    int expert = 0, pair, next_pair;
+    int32_t pair, next_pair;
+    const uint64_t flag = line_flag(load_relaxed(reinterpret_cast<const int32_t *>(&counters_of(a)->serving)));
     int32_t ticket = draw_rows(args, total, pair);
 #pragma unroll 1
     while (ticket < copies) {
       const int32_t next = draw_rows(args, total, next_pair);
-      copy_ticket(args, ticket * COPY_TICKET, min(COPY_TICKET, total - ticket * COPY_TICKET), pair, expert, known);
+      copy_ticket(args, ticket * COPY_TICKET, min(COPY_TICKET, total - ticket * COPY_TICKET), pair, flag);
       ticket = next;
       pair = next_pair;
     }
   }
 
-  DEVICE static void wait_for_sources(const gemm_args &args, uint32_t sources, int last, int &expert, come &known)
-  {
-    const ep_args &a = *exchange_of_cta();
-    const uint32_t sorted = load_relaxed(reinterpret_cast<const int32_t *>(&counters_of(a)->sorted));
-    const uint32_t exchange = load_relaxed(reinterpret_cast<const int32_t *>(&counters_of(a)->serving));
-    while (expert + 1 < args.experts && load_relaxed(args.offsets + expert + 1) <= last) expert++;
-    const int key = min(expert, EP_ROW_KEYS - 1);
-    if (sources & sorted & ~known.all && known.experts <= key) wait_for_expert(a, exchange, sorted & ~known.all, key, known);
-    for (uint32_t left = sources & ~sorted & ~known.all; left; left &= left - 1)
-      wait_for_all_rows_of(a, exchange, __ffs((int)left) - 1);
-    known.all |= sources & ~sorted;
-  }
-
-  DEVICE static void copy_ticket(const gemm_args &args, int first, int count, int32_t pair, int &expert, come &known)
+  DEVICE static void copy_ticket(const gemm_args &args, int first, int count, int32_t pair, uint64_t flag)
   {
     const ep_args &a = *exchange_of_cta();
     const int32_t pairs = (int32_t)token_total(args.tokens) * args.top_k, capacity = (int32_t)a.shape.capacity;
@@ -110,14 +73,17 @@ template <class S> struct arriving<S, true> {
     if (!there) report_fault_inline(args.fault, FAULT_ROUTE, 0, pair);
     const int32_t token = there ? (int32_t)((uint32_t)pair / (uint32_t)args.top_k) : 0, source = token / capacity;
     const uint32_t all_there = __ballot_sync(ALL_LANES, there);
-    wait_for_sources(args, __reduce_or_sync(ALL_LANES, lane_id() < count ? 1u << source : 0), first + count - 1, expert,
-                     known);
-    const X *x = source == a.rank ? static_cast<const X *>(a.x) + (token - source * capacity) * a.x_ld
-                                  : static_cast<const X *>(args.a) + token * args.a_ld;
+    const char *x = source == a.rank ? static_cast<const char *>(a.x) + (token - source * capacity) * a.x_ld * a.shape.element
+                                     : lane_of(a, a.rank) + a.at.sent + token * ep_line_row(&a.shape);
+    const uint32_t as_lines = __ballot_sync(ALL_LANES, source != a.rank);
 #pragma unroll 1
-    for (int i = 0; i < count; i++)
-      copy_row_from<X>(args, first + i, reinterpret_cast<const X *>(__shfl_sync(ALL_LANES, (uint64_t)x, i)),
-                       all_there >> i & 1);
+    for (int i = 0; i < count; i++) {
+      const char *from = reinterpret_cast<const char *>(__shfl_sync(ALL_LANES, (uint64_t)x, i));
+      if (as_lines >> i & all_there >> i & 1)
+        copy_lines(args, a, first + i, from, flag, row_vectors(a));
+      else
+        copy_row_from<X>(args, first + i, reinterpret_cast<const X *>(from), all_there >> i & 1);
+    }
     __syncwarp();
     __threadfence();
     if (lane_id() == 0) atomicAdd(args.protocol.progress + PROGRESS_COPIED + first / COPY_GROUP, count);

@@ -116,7 +116,7 @@ typedef struct ep_layout {
   uint64_t lane, lane_bytes;
   uint64_t exchange;        /* a line: exchanges of this lane so far */
   uint64_t in, back;        /* [ranks] lines */
-  uint64_t sent;            /* [ranks] lines: how far rows have come that are sent in their experts' order */
+  uint64_t sent;            /* [ranks, capacity] rows of x as lines */
   uint64_t x, ids, weights; /* [ranks, capacity, hidden | top_k | top_k] */
   uint64_t y;               /* [ranks, capacity, answers, hidden] */
   uint64_t slots;           /* [ranks, packed_slots, top_k] packets: id, weight */
@@ -199,7 +199,7 @@ enum { EP_ASIDE_TOKENS = 1024, EP_ASIDE_PUT_CTAS = 16, EP_ASIDE_RETURN_SMS = 40,
 /* Rows for an up that multiplies what arrives: CTAs, each of which tells for itself; pieces of rows, and how many of
  * them lie in its shared memory, half of them on their way in. Experts of a rank that are told apart. */
 enum { EP_ROWS_AHEAD = 4 }; /* a part of this rank's tokens, whose rows do not wait for the gate */
-enum { EP_ROW_CTAS = 8, EP_ROW_THREADS = 256, EP_ROW_PIECE = 4096, EP_ROW_STAGES = 32, EP_ROW_KEYS = 512 };
+enum { EP_ROW_CTAS = 16, EP_ROW_THREADS = 512, EP_ROW_PIECE = 4096, EP_ROW_STAGES = 32, EP_ROW_KEYS = 512 };
 enum { EP_ROW_SMEM = EP_ROW_STAGES * (EP_ROW_PIECE + 16) + (EP_ROW_KEYS + EP_NEAR_RANKS) * 4 };
 enum { EP_OWN_ROWS = 256, EP_OWN_INTER = 4500 };
 enum { EP_RETURN_THREADS = 128, EP_RETURN_RESIDENT = 4, EP_FILL_CTAS = 32 };

@@ -3,7 +3,7 @@
 #include "ep/arriving.cuh"
 #include "ep/rows.cuh"
 
-extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(EP_ROW_THREADS, 1) cumoe_ep_rows(const __grid_constant__ ep_args a)
+extern "C" __global__ void __launch_bounds__(EP_ROW_THREADS, 1) cumoe_ep_rows(const __grid_constant__ ep_args a)
 {
   extern __shared__ uint4 memory[];
   send_rows(a, *reinterpret_cast<rows_smem *>(memory));
