@@ -627,7 +627,8 @@ static cumoe_status combine_round(const ep_round *r)
  *   caller's  router, gate, slots | up of own | wait | up, down of the rest: first part, second | down of own | collect
  *   side      rows .............. | ids, map                                      sums ....... sums
  *
- * Slots are told of behind fences that wait for rows as well: up of own does not wait for others' slots.
+ * Slots are packets, told of ahead: a fence behind them would wait for the rows that other SMs put meanwhile. Ids are
+ * known some 50 us after the call, while rows are on their way still.
  */
 
 static cudaStream_t side_of(const ep_round *r)

@@ -31,7 +31,8 @@
  *
  * Of few tokens (shape.packets), between GPUs, what is small goes as packets: words that have data in one half and the
  * exchange in the other, so that it is there once it is seen, and no flag has to wait until it was stored. Slots are
- * packets where put is the gate as well: `in` then tells of x alone, with EP_PACKED beside the tokens. Answers are
+ * packets where put is the gate as well: `in` then tells of x alone, with EP_PACKED beside the tokens. So are those of
+ * many tokens that are put aside: a word of `in` tells of them ahead, the others of x when it is there. Answers are
  * packets in every exchange of so few tokens at most: `back` then tells that what was put has been read, which is what
  * the next put waits for, and nothing of the answers. Packets of n + 1 overwrite those of n as data beside flags do.
  * Answers of more tokens than few serves, all ranks' together, go as lines instead: 120 bytes of data and their flag,
@@ -156,15 +157,14 @@ typedef struct ep_args {
   int32_t then_waits;   /* put and answer go on with their wait, finish with the sum */
   int32_t early;        /* the grid ahead is this call's and has waited for those before it: what they left is there */
   int32_t tells;        /* finish: that all has been read, as the grid ahead, which answers, does not */
-  int32_t packets;      /* of gate_put: slots go as packets; of return and finish, an ep_form: how answers go */
+  int32_t packets;      /* of put and gate_put: slots go as packets; of return and finish, an ep_form: how answers go */
   int32_t movers;       /* CTAs along x that move rows, or all of few's; of put those behind fill with ones what few_up
                          wants so */
   int32_t fill_vectors; /* of 16 bytes */
   void *fill;
-  int32_t aside; /* put is two grids side by side, neither of which counts the exchange: who waits does, and leaves ids
-                     to a grid of their own */
+  int32_t aside; /* put is two grids side by side, neither of which counts the exchange: who waits for rows does */
   int32_t own;   /* this rank's own tokens are a layer of their own: their rows stay where they are */
-  int32_t more;  /* of return: another one of the exchange follows, which tells; of the wait for tokens: which counts */
+  int32_t more;  /* of return: another one of the exchange follows, which tells; of the wait for slots: which counts */
   int32_t puts;  /* aside, of put and of the wait for tokens: an ep_load, what this grid moves or waits for */
   int32_t late;  /* the host: behind more than one grid, so that this one does not start early */
   int32_t sms;   /* the host: of rows aside and of return, that it has; 0: all */
@@ -172,7 +172,8 @@ typedef struct ep_args {
   char *near[EP_NEAR_RANKS]; /* kernels: the arenas of up to so many ranks */
 } ep_args;
 
-/* The CUDA kernels' grids: parts of a row lie along y, rows along x; so many rows a CTA, up to so many CTAs. */
+/* The CUDA kernels' grids: parts of a row lie along y, rows along x; so many rows a CTA, up to so many CTAs. Those of
+ * TAKE_IDS wait, and leave most SMs to what they wait for. */
 enum {
   EP_PART_BYTES = 4096,
   EP_MOVE_THREADS = 512,

@@ -173,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1) cumoe_ep_wait_t
   wait_for_tokens<WHOLE_CTA>(a, s, exchange_now(a) + a.aside);
 }
 
-/* Aside, of slots: by some CTAs, as one would be at it for 30 us with 8192 tokens of four ranks, and 100 with packets. */
+/* Aside, of slots: by some CTAs, as one would be at it for 100 us with 8192 tokens of four ranks. */
 extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1) cumoe_ep_take_ids(const __grid_constant__ ep_args a)
 {
   __shared__ arrivals s;
@@ -200,10 +200,10 @@ DEVICE void wait_in_put(const ep_args &a)
 
 /* Of slots alone, which are packets, all is told ahead of them: a fence behind them would wait for all rows that other
  * SMs put meanwhile. */
-DEVICE void tell_of_slots(const ep_args &a, unsigned tokens, uint32_t exchange, int threads)
+DEVICE void tell_of_slots(const ep_args &a, unsigned tokens, uint32_t exchange)
 {
   if (a.puts != EP_PUTS_SLOTS || cta_of_grid(a) != 0) return;
-  tell<false>(a, a.at.in, a.slots ? a.sent : nullptr, tokens | EP_PACKED, exchange, 1, 2, threads);
+  tell<false>(a, a.at.in, a.slots ? a.sent : nullptr, tokens | EP_PACKED, exchange, 1, 2, blockDim.x);
 }
 
 /* then_waits: nothing comes between the put and its wait, so a CTA that has told the others also waits for them, which
@@ -217,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1) cumoe_ep_put(co
   if ((int)blockIdx.x >= a.movers) return fill_with_ones(a);
   const unsigned tokens = tokens_of_round(a);
   const uint32_t exchange = exchange_now(a) + 1; /* nobody changes it before all CTAs have come */
-  tell_of_slots(a, tokens, exchange, blockDim.x);
+  tell_of_slots(a, tokens, exchange);
   put_tokens(a, tokens, exchange);
   if (a.puts == EP_PUTS_SLOTS) return;
   if (tell_all(a, a.at.in, a.slots ? a.sent : nullptr, tokens, &counters_of(a)->put, exchange) && a.then_waits)
@@ -241,9 +241,9 @@ extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1)
   const unsigned tokens = tokens_of_round(a), flag = tokens | (a.packets ? EP_PACKED : 0);
   const uint32_t exchange = exchange_now(a) + 1;
   __syncthreads(); /* all threads know it before any of them tells: who has heard of all changes it */
-  if (has_rows()) {
-    if (a.puts != EP_PUTS_SLOTS) put_rows_of_half(a, tokens);
-    tell_of_slots(a, tokens, exchange, MOVERS);
+  tell_of_slots(a, tokens, exchange);
+  if (has_rows(a)) {
+    put_rows_of_half(a, tokens);
     if (ahead) {
       meet<MOVERS>();
       tell(a, a.at.in, nullptr, flag, exchange, cta_of_grid(a), ctas_of_grid(a), MOVERS);

@@ -8,8 +8,8 @@
 /* ---- telling ---- */
 
 /* One CTA's share of the words of this rank's flag at each rank, by `threads` threads of it that have met at a barrier
- * since their stores: a release covers them all. A flag carries a number of tokens: sent[r], or (NULL) that of `tokens`,
- * and EP_PACKED if `tokens` has it. RELEASES: there are such stores. */
+ * since their stores: a release covers them all. A flag carries a number of tokens: sent[r], or (NULL) that of
+ * `tokens`, and EP_PACKED if `tokens` has it. RELEASES: there are such stores. */
 template <bool RELEASES = true>
 DEVICE void tell(const ep_args &a, uint64_t words, const uint32_t *sent, uint32_t tokens, uint32_t exchange,
                  unsigned cta, unsigned ctas, int threads)

@@ -156,12 +156,17 @@ DEVICE void put_tokens(const ep_args &a, unsigned tokens, uint32_t exchange)
 
 /* ---- the gate of few tokens ---- */
 
-/* Half of the warps have the rows, the others, of CTAs that have first parts of rows, the gate and the slots. */
+/* Half of the warps have the rows, the others, of CTAs that have first parts of rows, the gate and the slots; all have
+ * these where slots are put alone. */
 constexpr int HALF = WARPS / 2;
 
-DEVICE bool has_rows()
+DEVICE int warps_with_rows(const ep_args &a)
 {
-  return warp_id() < HALF;
+  return a.puts == EP_PUTS_SLOTS ? 0 : HALF;
+}
+DEVICE bool has_rows(const ep_args &a)
+{
+  return warp_id() < warps_with_rows(a);
 }
 
 DEVICE void put_rows_of_half(const ep_args &a, unsigned tokens)
@@ -245,22 +250,23 @@ struct places_at_hand {
 DEVICE place_table take_places(const gate_args &g, const ep_args &a, places_at_hand &s)
 {
   const int64_t entries = (a.shape.experts - 1) * a.placement_ld + a.replicas;
-  const int first = threadIdx.x - HALF * WARP_SIZE;
+  const int others = warps_with_rows(a) * WARP_SIZE, first = threadIdx.x - others, threads = EP_MOVE_THREADS - others;
   const bool fits = entries <= PLACES_AT_HAND;
-  for (int i = first; fits && i < entries; i += HALF * WARP_SIZE) s.entries[i] = a.placement[i];
+  for (int i = first; fits && i < entries; i += threads) s.entries[i] = a.placement[i];
   if (first < ACTIVE_WORDS) s.active[first] = active_ranks(a)[first];
   if (first < BIAS_AT_HAND) s.bias[first] = g.select_bias && first < g.experts ? g.select_bias[first] : 0.f;
-  barrier_of_last(HALF * WARP_SIZE);
+  barrier_of_last(threads);
   return {fits ? s.entries : a.placement, s.active};
 }
 
 DEVICE void gate_and_put_slots(const gate_args &g, const ep_args &a, const place_table &t, const float *bias,
                                unsigned tokens, uint32_t exchange)
 {
-  __shared__ gate_scratch scratch[HALF];
+  __shared__ gate_scratch scratch[WARPS];
+  const int warp = warp_id() - warps_with_rows(a), warps = WARPS - warps_with_rows(a);
   if (blockIdx.y != 0) return;
-  for (unsigned token = blockIdx.x * HALF + warp_id() - HALF; token < tokens; token += a.movers * HALF) {
-    const gate_slot slot = choose_slots_of(g, bias, token, scratch[warp_id() - HALF]);
+  for (unsigned token = blockIdx.x * warps + warp; token < tokens; token += a.movers * warps) {
+    const gate_slot slot = choose_slots_of(g, bias, token, scratch[warp]);
     if (a.packets)
       put_slots<true>(a, t, token, slot.id, slot.weight, exchange);
     else
