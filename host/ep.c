@@ -426,12 +426,11 @@ static cumoe_status run_put(const ep_round *r, ep_load load)
   const group *g = r->c->g;
   ep_args a = r->move;
   a.puts = load;
-  a.packets = load == EP_PUTS_SLOTS && g->shape.packed_slots > 0;
   a.then_waits = waits_in_put(r);
   if (!gates_in_put(r)) return launch_move(r, MOVE_PUT, a, NULL);
   const gate_args gate = gating(r);
   a.early = r->c->layer.router_weight.data && !g->staged;
-  if (load == EP_PUTS_ALL) a.packets = r->tokens <= g->shape.packets;
+  a.packets = load == EP_PUTS_ALL && r->tokens <= g->shape.packets;
   return launch_move(r, MOVE_GATE_PUT, a, &gate);
 }
 
@@ -627,8 +626,7 @@ static cumoe_status combine_round(const ep_round *r)
  *   caller's  router, gate, slots | up of own | wait | up, down of the rest: first part, second | down of own | collect
  *   side      rows .............. | ids, map                                      sums ....... sums
  *
- * Slots are packets, told of ahead: a fence behind them would wait for the rows that other SMs put meanwhile. Ids are
- * known some 50 us after the call, while rows are on their way still.
+ * Slots are told of behind fences that wait for rows as well: up of own does not wait for others' slots.
  */
 
 static cudaStream_t side_of(const ep_round *r)
@@ -674,7 +672,8 @@ static cumoe_status map_aside(const ep_round *r, const cumoe_moe_args *a)
   wait.late = r->own;
   map.parts = LAYER_MAP;
   if (r->own) TRY(follow_caller(r));
-  TRY(launch_on(r, stream, MOVE_TAKE_IDS, &wait, NULL));
+  TRY(launch_on(r, stream, MOVE_WAIT_TOKENS, &wait, NULL));
+  TRY(launch_on(r, stream, MOVE_TAKE_IDS, &r->move, NULL));
   return forward_between(r->c->g->shard, r->c->weights, a, stream, &map);
 }
 

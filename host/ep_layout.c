@@ -67,7 +67,7 @@ static ep_layout lay_out(const ep_shape *s, ep_tiers *tiers)
   l.back = take(&lane, lines);
   take_segments(&lane, s, &tiers->of[0]);
   const uint64_t packets = ranks * (uint64_t)s->packets;
-  l.slots = take(&lane, ranks * (uint64_t)s->packed_slots * k * EP_PACKET);
+  l.slots = take(&lane, packets * k * EP_PACKET);
   l.sums = take(&lane, packets * (uint64_t)ep_packet_row(s));
   l.lines = take(&lane, packets * (uint64_t)ep_line_row(s));
   for (int32_t i = 1; i < tiers->count; i++) take_segments(&lane, s, &tiers->of[i]);

@@ -289,7 +289,7 @@ static launch_shape grid_of_rows(const ep_shape *s, int64_t rows, ep_args *a)
 static launch_shape grid_of_ids(const ep_shape *s)
 {
   const int64_t ids = s->capacity * s->ranks * s->top_k, each = 4 * EP_MOVE_THREADS;
-  return (launch_shape){.grid = {(unsigned)between((ids + each - 1) / each, 1, EP_IDS_CTAS), 1, 1},
+  return (launch_shape){.grid = {(unsigned)between((ids + each - 1) / each, 1, EP_MOVE_CTAS), 1, 1},
                         .block = {EP_MOVE_THREADS, 1, 1}};
 }
 
@@ -355,7 +355,7 @@ static launch_shape shape_of_move(const group *g, move which, ep_args *a)
 static cumoe_status launch_move(const group *g, move which, ep_args a, const void *of, cumoe_stream stream)
 {
   launch_shape shape = shape_of_move(g, which, &a);
-  const bool waits = which == MOVE_WAIT_TOKENS || which == MOVE_TAKE_IDS || which == MOVE_WAIT_ANSWERS;
+  const bool waits = which == MOVE_WAIT_TOKENS || which == MOVE_WAIT_ANSWERS;
   shape.early = g->early && !a.late && !(g->staged && waits); /* what NCCL does ahead has to have ended */
   void *parameters[] = {of ? (void *)(uintptr_t)of : &a, &a};
   ON_DEVICE(g->context, launch_kernel(g->kernels[which], g->names[which], &shape, parameters, stream));

@@ -38,8 +38,7 @@ static ep_shape shape_of_group(const struct plan *plan, const cumoe_group_config
                     .element = (int32_t)cumoe_dtype_bytes((cumoe_dtype)d->dtype),
                     .exact = (c->flags & CUMOE_GROUP_EXACT) != 0,
                     .packets = packets_of(plan, c),
-                    .capacity = c->max_tokens,
-                    .packed_slots = packets_of(plan, c) ? c->max_tokens : 0};
+                    .capacity = c->max_tokens};
 }
 
 /* What the plan and the configuration make impossible together. */

@@ -2221,7 +2221,7 @@ static void check_layout(const ep_shape *s)
   region(&r, l.lane + l.in, ranks * EP_LINE);
   region(&r, l.lane + l.back, ranks * EP_LINE);
   segments(&r, s, &l, s->capacity);
-  region(&r, l.lane + l.slots, ranks * (uint64_t)s->packed_slots * (uint64_t)s->top_k * EP_PACKET);
+  region(&r, l.lane + l.slots, packets * (uint64_t)s->top_k * EP_PACKET);
   region(&r, l.lane + l.sums, packets * (uint64_t)ep_packet_row(s));
   region(&r, l.lane + l.lines, packets * (uint64_t)ep_line_row(s));
   for (int32_t i = 0; i < tiers.count; i++) {
@@ -2271,8 +2271,7 @@ static void layouts(void)
                             .element = i & 8 ? 4 : 2,
                             .exact = i % 3 == 0,
                             .packets = i % 3 == 1,
-                            .capacity = i % 5 ? 1 + i * 7 % most : most,
-                            .packed_slots = i % 3 == 1 ? 1 + i * 7 % most : 0};
+                            .capacity = i % 5 ? 1 + i * 7 % most : most};
         case_begin("%d ranks, top %d, %d", (int)ranks, (int)k, i);
         check_layout(&s);
         check_tiers(&s);

@@ -341,7 +341,7 @@ static void say_launches(char *to, const char *trace)
 /* What is behind two streams starts late; own tokens' down early, ahead of sums. */
 static void launches_aside(void)
 {
-  static const char *const want[] = {"/pGTMWUD/r/aC", "/pGM/tMU/wUD/Dr/DCr/aC"};
+  static const char *const want[] = {"/pGWTMWUD/r/aC", "/pGM/wTMU/wUD/Dr/DCr/aC"};
   for (int i = 0; i < 2; i++) {
     char order[256];
     member m = {0};

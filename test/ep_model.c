@@ -5,9 +5,8 @@
  * may have died at any step, or go on taking its own. Three calls of three ranks, in the second of which one has
  * nothing for another: dedup. Packets: ranks of two threads each, for what one stores as packets nothing orders with
  * the other's flags; in all of three calls, or mixed with calls and ranks without. Lines, whose words come at once, in
- * all calls, or mixed with packets and rows. Aside: ranks of two threads, of which one has rows and the other slots,
- * which it tells of ahead; all ranks, or mixed with calls and ranks that put both as one. Nothing stale is read, nobody
- * is stuck, and nobody that stays gives up twice. A step is one store, or one look at what others stored: stores of one
+ * all calls, or mixed with packets and rows. Nothing stale is read, nobody is
+ * stuck, and nobody that stays gives up twice. A step is one store, or one look at what others stored: stores of one
  * thread are seen in its order, which is what release and acquire promise. Of each way to get it wrong (`mutant`) the
  * same search finds an example.
  */
@@ -45,12 +44,9 @@ typedef enum mutant {
   DEAF_TO_ABORT,       /* who waits for a packet */
   LINES_AS_THEY_ARE,   /* as SUMS */
   NOT_ANSWERED,        /* a sum that a rank takes for one that nobody awaits */
-  SLOTS_NOT_AWAITED,   /* aside: slots are taken before it is told how they come */
-  ROWS_NOT_AWAITED,    /* aside: the word of slots is taken for all of `in` */
   MUTANTS,
   FIRST_OF_PACKETS = SLOTS_AS_THEY_ARE,
-  FIRST_OF_LINES = LINES_AS_THEY_ARE,
-  FIRST_OF_ASIDE = SLOTS_NOT_AWAITED
+  FIRST_OF_LINES = LINES_AS_THEY_ARE
 } mutant;
 
 static const char *const mutant_names[MUTANTS] = {"as it is",
@@ -77,9 +73,7 @@ static const char *const mutant_names[MUTANTS] = {"as it is",
                                                   "a call that begins before all sums are taken",
                                                   "waiting for a packet whatever happens",
                                                   "lines taken as they are",
-                                                  "a sum that is awaited and not sent",
-                                                  "slots of which nothing was heard",
-                                                  "rows of which nothing was heard"};
+                                                  "a sum that is awaited and not sent"};
 
 /* What a rank does in one call, for each peer in turn. BEGIN counts the exchange, LEAVE_OUT clears the abort word:
  * once, for no peer. TELL_MASK and AWAIT_MASK are of a rank that stays, after its last call. Of packets each word by
@@ -103,8 +97,6 @@ typedef enum act {
   TAKE_SUM,
   WRITE_LINE,
   TAKE_LINE,
-  TELL_SLOTS,
-  AWAIT_SLOTS,
   MEET,
   ACTS
 } act;
@@ -130,8 +122,7 @@ typedef struct packet {
 typedef struct state {
   uint8_t at[THREADS * MOST]; /* next step; GAVE_UP. Thread t of rank r: t * ranks + r */
   packet slots[MOST][MOST], sums[MOST][MOST], lines[MOST][MOST];
-  uint8_t ids[MOST][MOST], packed[MOST][MOST]; /* the latter: of the word `in`, or that of slots */
-  uint8_t slots_in[MOST][MOST];                /* a word of `in` that is told of slots, aside ahead of them */
+  uint8_t ids[MOST][MOST], packed[MOST][MOST]; /* the latter: of the word `in` */
   uint8_t x[LANES][MOST][MOST], y[LANES][MOST][MOST], in[LANES][MOST][MOST], back[LANES][MOST][MOST];
   uint8_t some[LANES][MOST][MOST]; /* of the word `in`: it tells of tokens */
   uint8_t n[LANES][MOST];          /* exchanges of a rank so far */
@@ -149,8 +140,7 @@ typedef struct model {
   bool dedup;
   int threads;
   form sums[CALLS];
-  bool slots[CALLS][MOST]; /* which calls and ranks have packets of slots, */
-  bool aside;              /* as rows go aside */
+  bool slots[CALLS][MOST]; /* which calls and ranks have packets of slots */
   step steps[THREADS * MOST][MOST_STEPS];
   int call[THREADS * MOST][MOST_STEPS], count[THREADS * MOST];
   int after[MOST]; /* the step to go on from when it has given up; 0: none */
@@ -262,32 +252,10 @@ static void add_call_of_packets(model *m, int rank, int call)
   if (m->mutant != NEXT_BEFORE_SUMS) meet(m, rank, call, other);
 }
 
-/* The side stream's thread has rows, where these go aside, the caller's all else. */
-static void add_call_aside(model *m, int rank, int call)
-{
-  const int side = m->ranks + rank, rows = m->slots[call][rank] ? side : rank;
-  add_step(m, rank, call, (step){BEGIN, rank, 0, 0});
-  meet(m, side, call, rank);
-  add_all(m, rows, call, WRITE_X);
-  add_all(m, rows, call, TELL_IN);
-  if (rows == side) add_all(m, rank, call, TELL_SLOTS);
-  if (rows == side) add_all(m, rank, call, WRITE_SLOT);
-  if (m->mutant != SLOTS_NOT_AWAITED) add_all(m, rank, call, AWAIT_SLOTS);
-  if (rows != side) add_all(m, rank, call, AWAIT_IN);
-  add_all(m, rank, call, TAKE_SLOT);
-  if (rows == side && m->mutant != ROWS_NOT_AWAITED) add_all(m, rank, call, AWAIT_IN);
-  add_all(m, rank, call, READ_X);
-  meet(m, rank, call, side);
-  add_all(m, rank, call, WRITE_Y);
-  add_all(m, rank, call, TELL_BACK);
-  add_all(m, rank, call, AWAIT_BACK);
-  add_all(m, rank, call, READ_Y);
-}
-
 static void write_programs(model *m)
 {
   for (int r = 0; r < m->ranks && m->threads > 1; r++)
-    for (int c = 0; c < m->calls; c++) (m->aside ? add_call_aside : add_call_of_packets)(m, r, c);
+    for (int c = 0; c < m->calls; c++) add_call_of_packets(m, r, c);
   for (int r = 0; r < m->ranks && m->threads == 1; r++) {
     for (int c = 0; c < m->calls; c++)
       for (int l = 0; l < m->lanes; l++) add_call(m, r, c, m->mutant == OTHER_ORDER && r == 1 ? m->lanes - 1 - l : l);
@@ -338,14 +306,6 @@ static bool take_slot(model *m, const state *s, int r, int o, uint8_t n, uint8_t
   return true;
 }
 
-/* To o, by r. */
-static void tell_of_slots(const model *m, state *s, int r, int o, int lane, int call)
-{
-  s->slots_in[o][r] = s->n[lane][r];
-  s->packed[o][r] = sends_packets(m, r, call) && m->mutant != NOT_TOLD_PACKED;
-  s->some[lane][o][r] = m->mutant == TOLD_OF_ALL || !has_none(m, r, o, call);
-}
-
 /* Takes the thread's next step; false: it has to wait. */
 static bool take(model *m, state *s, int thread)
 {
@@ -363,11 +323,8 @@ static bool take(model *m, state *s, int thread)
     break;
   case TELL_IN:
     s->in[l][o][r] = n;
-    if (!m->aside || !sends_packets(m, r, call)) tell_of_slots(m, s, r, o, l, call);
-    break;
-  case TELL_SLOTS: tell_of_slots(m, s, r, o, l, call); break;
-  case AWAIT_SLOTS:
-    if (!reached(s->slots_in[r][o], n)) return false;
+    s->packed[o][r] = sends_packets(m, r, call) && m->mutant != NOT_TOLD_PACKED;
+    s->some[l][o][r] = m->mutant == TOLD_OF_ALL || !has_none(m, r, o, call);
     break;
   case AWAIT_IN:
     if (!reached(s->in[l][r][o], n)) return false;
@@ -476,8 +433,7 @@ static bool may_end(const model *m, act what, int r)
   if (m->mutant == NOT_ANSWERED) return false;
   if (what == TAKE_SLOT || what == TAKE_SUM || what == TAKE_LINE) return m->mutant != DEAF_TO_ABORT;
   /* With the mutant only the first rank has a limit to its patience. */
-  const bool awaits = what == AWAIT_IN || what == AWAIT_SLOTS || what == AWAIT_BACK;
-  return what == MEET || (awaits && !(m->mutant == NO_ABORT && r > 0));
+  return what == MEET || ((what == AWAIT_IN || what == AWAIT_BACK) && !(m->mutant == NO_ABORT && r > 0));
 }
 
 static void expand(model *m, const state *from)
@@ -500,18 +456,7 @@ static void expand(model *m, const state *from)
   if (!moved && !all && !m->wrong) m->wrong = "ranks wait for each other for ever";
 }
 
-typedef enum ending {
-  ALL_CALLS,
-  GIVING_UP,
-  LEAVING_OUT,
-  DEDUP,
-  PACKETS,
-  SOME_PACKETS,
-  LINED,
-  SOME_LINES,
-  ASIDE,
-  SOME_ASIDE
-} ending;
+typedef enum ending { ALL_CALLS, GIVING_UP, LEAVING_OUT, DEDUP, PACKETS, SOME_PACKETS, LINED, SOME_LINES } ending;
 
 /* Slots and sums need not go together: slots are packets where put is the gate as well. */
 static void choose_packets(model *m, ending how)
@@ -519,10 +464,9 @@ static void choose_packets(model *m, ending how)
   static const form some[CALLS] = {WORDS, ROWS, WORDS}, some_lines[CALLS] = {LINES, WORDS, LINES};
   static const bool slots[CALLS][MOST] = {{true, true}, {true, false}, {false, true}};
   m->threads = how >= PACKETS ? THREADS : 1;
-  m->aside = how >= ASIDE;
   for (int c = 0; c < CALLS; c++) {
     m->sums[c] = how == PACKETS ? WORDS : how == LINED ? LINES : how == SOME_LINES ? some_lines[c] : some[c];
-    for (int r = 0; r < m->ranks; r++) m->slots[c][r] = how == PACKETS || how == LINED || how == ASIDE || slots[c][r];
+    for (int r = 0; r < m->ranks; r++) m->slots[c][r] = how == PACKETS || how == LINED || slots[c][r];
   }
 }
 
@@ -534,7 +478,6 @@ static const char *search(int ranks, int lanes, mutant which, ending how, size_t
   state first;
   memset(&first, 0, sizeof first);
   memset(first.in, BEFORE, sizeof first.in);
-  memset(first.slots_in, BEFORE, sizeof first.slots_in);
   memset(first.back, BEFORE, sizeof first.back);
   memset(first.n, BEFORE, sizeof first.n);
   for (int i = 0; i < MOST * MOST; i++)
@@ -558,8 +501,7 @@ static const char *search(int ranks, int lanes, mutant which, ending how, size_t
 static void check_right(int ranks, int lanes, ending how)
 {
   static const char *const hows[] = {"",          ", giving up",    ", leaving one out", ", dedup",
-                                     ", packets", ", some packets", ", lines",           ", lines and packets",
-                                     ", aside",   ", some aside"};
+                                     ", packets", ", some packets", ", lines",           ", lines and packets"};
   size_t states = 0;
   case_begin("%d ranks, %d lanes%s", ranks, lanes, hows[how]);
   const char *wrong = search(ranks, lanes, RIGHT, how, &states);
@@ -582,21 +524,18 @@ static void orders(void)
   check_right(2, 1, SOME_PACKETS);
   check_right(2, 1, LINED);
   check_right(2, 1, SOME_LINES);
-  check_right(2, 1, ASIDE);
-  check_right(2, 1, SOME_ASIDE);
 }
 
 static void mutants(void)
 {
   for (mutant m = RIGHT + 1; m < MUTANTS; m++) {
     const bool packets = m >= FIRST_OF_PACKETS, masks = m >= NOT_AGREED && !packets;
-    const ending how = m >= FIRST_OF_ASIDE   ? SOME_ASIDE
-                       : m >= FIRST_OF_LINES ? LINED
-                       : packets             ? PACKETS
-                       : masks               ? LEAVING_OUT
-                       : m == NO_ABORT       ? GIVING_UP
-                       : m == TOLD_OF_ALL    ? DEDUP
-                                             : ALL_CALLS;
+    const ending how = m >= FIRST_OF_LINES ? LINED
+                       : packets           ? PACKETS
+                       : masks             ? LEAVING_OUT
+                       : m == NO_ABORT     ? GIVING_UP
+                       : m == TOLD_OF_ALL  ? DEDUP
+                                           : ALL_CALLS;
     size_t states = 0;
     case_begin("%s", mutant_names[m]);
     CHECK(search(masks ? 3 : 2, m == OTHER_ORDER ? 2 : 1, m, how, &states) != NULL);

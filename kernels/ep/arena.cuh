@@ -17,11 +17,12 @@ DEVICE char *lane_of(const ep_args &a, int rank)
 }
 
 /* Of this rank and lane: exchanges so far, CTAs that have come to the end of a put, of an answer, where they count each
- * other, and the last exchange in which a peer has sent an id that is none. */
+ * other, the last exchange in which a peer has sent an id that is none, and CTAs of a put that has slots alone. */
 struct counters {
   unsigned long long exchanges;
   unsigned put, answered;
   int32_t distrusted;
+  unsigned put_slots;
 };
 DEVICE counters *counters_of(const ep_args &a)
 {
@@ -46,12 +47,6 @@ DEVICE bool is_among(const uint64_t *active, int rank)
 DEVICE bool is_active(const ep_args &a, int rank)
 {
   return is_among(active_ranks(a), rank);
-}
-
-/* Aside a rank's own slots are no packets: they lie beside its rows, where a layer of its own finds them. */
-DEVICE bool stays(const ep_args &a, int rank)
-{
-  return a.aside && rank == a.rank;
 }
 
 /* Of this round; from L2, whatever L1 holds of it where a grid ahead still runs. */
@@ -152,8 +147,7 @@ DEVICE uint2 data_of(const packet &p)
 /* Of a slot, from rank `from` in rank `at`'s arena: the expert there, or -1, and the weight. */
 DEVICE char *slot_packet(const ep_args &a, int at, int from, int row, int slot)
 {
-  return lane_of(a, at) + a.at.slots +
-         (((uint64_t)from * a.shape.packed_slots + row) * a.shape.top_k + slot) * EP_PACKET;
+  return lane_of(a, at) + a.at.slots + (((uint64_t)from * a.shape.packets + row) * a.shape.top_k + slot) * EP_PACKET;
 }
 
 /* Of 16 bytes of a row of y, likewise: the first of two packets, SECOND_PACKET before the other. */

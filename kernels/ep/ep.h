@@ -31,8 +31,7 @@
  *
  * Of few tokens (shape.packets), between GPUs, what is small goes as packets: words that have data in one half and the
  * exchange in the other, so that it is there once it is seen, and no flag has to wait until it was stored. Slots are
- * packets where put is the gate as well: `in` then tells of x alone, with EP_PACKED beside the tokens. So are those of
- * many tokens that are put aside: a word of `in` tells of them ahead, the others of x when it is there. Answers are
+ * packets where put is the gate as well: `in` then tells of x alone, with EP_PACKED beside the tokens. Answers are
  * packets in every exchange of so few tokens at most: `back` then tells that what was put has been read, which is what
  * the next put waits for, and nothing of the answers. Packets of n + 1 overwrite those of n as data beside flags do.
  * Answers of more tokens than few serves, all ranks' together, go as lines instead: 120 bytes of data and their flag,
@@ -60,11 +59,10 @@ enum { EP_PLACE_SHIFT = 16 }; /* an entry of a placement: rank << 16 | local exp
 
 typedef struct ep_shape {
   int32_t ranks, lanes, experts, top_k, hidden;
-  int32_t element;      /* bytes of an element of x and y */
-  int32_t exact;        /* a row of y for each slot; else one a rank, the sum of what it has */
-  int32_t packets;      /* exchanges of up to so many tokens go by packets; 0: none */
-  int64_t capacity;     /* tokens of one rank in one exchange */
-  int64_t packed_slots; /* of so many at most slots may go as packets: the room's capacity, whatever the tier; or 0 */
+  int32_t element;  /* bytes of an element of x and y */
+  int32_t exact;    /* a row of y for each slot; else one a rank, the sum of what it has */
+  int32_t packets;  /* exchanges of up to so many tokens go by packets; 0: none */
+  int64_t capacity; /* tokens of one rank in one exchange */
 } ep_shape;
 
 /* Rows of y a token and rank. */
@@ -98,8 +96,7 @@ EP_BOTH ep_form ep_form_of(const ep_shape *s, int64_t tokens)
 /* What a put moves. Aside (below) it is two grids at once, each of which has half of the words of a flag. */
 typedef enum ep_load { EP_PUTS_ALL, EP_PUTS_ROWS, EP_PUTS_SLOTS } ep_load;
 
-/* Words of a flag are told by the two in turn; this one says of either whether slots are packets. */
-enum { EP_SLOTS_WORD = 1 };
+/* Words of a flag are told by the two in turn. */
 EP_BOTH int ep_is_word_of(int load, int word)
 {
   return load == EP_PUTS_ALL || word % 2 == (load == EP_PUTS_SLOTS);
@@ -119,7 +116,7 @@ typedef struct ep_layout {
   uint64_t in, back;        /* [ranks] lines */
   uint64_t x, ids, weights; /* [ranks, capacity, hidden | top_k | top_k] */
   uint64_t y;               /* [ranks, capacity, answers, hidden] */
-  uint64_t slots;           /* [ranks, packed_slots, top_k] packets: id, weight */
+  uint64_t slots;           /* [ranks, packets, top_k] packets: id, weight */
   uint64_t sums, lines;     /* [ranks, packets] rows of y as packets, and as lines */
   uint64_t bytes;
 } ep_layout;
@@ -157,14 +154,15 @@ typedef struct ep_args {
   int32_t then_waits;   /* put and answer go on with their wait, finish with the sum */
   int32_t early;        /* the grid ahead is this call's and has waited for those before it: what they left is there */
   int32_t tells;        /* finish: that all has been read, as the grid ahead, which answers, does not */
-  int32_t packets;      /* of put and gate_put: slots go as packets; of return and finish, an ep_form: how answers go */
+  int32_t packets;      /* of gate_put: slots go as packets; of return and finish, an ep_form: how answers go */
   int32_t movers;       /* CTAs along x that move rows, or all of few's; of put those behind fill with ones what few_up
                          wants so */
   int32_t fill_vectors; /* of 16 bytes */
   void *fill;
-  int32_t aside; /* put is two grids side by side, neither of which counts the exchange: who waits for rows does */
+  int32_t aside; /* put is two grids side by side, neither of which counts the exchange: who waits does, and leaves ids
+                     to a grid of their own */
   int32_t own;   /* this rank's own tokens are a layer of their own: their rows stay where they are */
-  int32_t more;  /* of return: another one of the exchange follows, which tells; of the wait for slots: which counts */
+  int32_t more;  /* of return: another one of the exchange follows, which tells; of the wait for tokens: which counts */
   int32_t puts;  /* aside, of put and of the wait for tokens: an ep_load, what this grid moves or waits for */
   int32_t late;  /* the host: behind more than one grid, so that this one does not start early */
   int32_t sms;   /* the host: of rows aside and of return, that it has; 0: all */
@@ -172,16 +170,8 @@ typedef struct ep_args {
   char *near[EP_NEAR_RANKS]; /* kernels: the arenas of up to so many ranks */
 } ep_args;
 
-/* The CUDA kernels' grids: parts of a row lie along y, rows along x; so many rows a CTA, up to so many CTAs. Those of
- * TAKE_IDS wait, and leave most SMs to what they wait for. */
-enum {
-  EP_PART_BYTES = 4096,
-  EP_MOVE_THREADS = 512,
-  EP_WAIT_THREADS = 1024,
-  EP_MOVE_ROWS = 8,
-  EP_MOVE_CTAS = 128,
-  EP_IDS_CTAS = 16
-};
+/* The CUDA kernels' grids: parts of a row lie along y, rows along x; so many rows a CTA, up to so many CTAs. */
+enum { EP_PART_BYTES = 4096, EP_MOVE_THREADS = 512, EP_WAIT_THREADS = 1024, EP_MOVE_ROWS = 8, EP_MOVE_CTAS = 128 };
 /* Aside: from so many tokens on; CTAs of put that have an SM each (8 fill the links with stores), SMs that the combine
  * which answers has beside a product, of which it has parts of whole tiles of columns. Own tokens are a layer of their
  * own from so many rows an expert on, as every expert's weights are read twice, and where as much travels as hides

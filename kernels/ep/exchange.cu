@@ -98,18 +98,19 @@ DEVICE int take_packet(const ep_args &a, uint32_t exchange, int source, unsigned
   const uint2 data = data_of(found);
   const int64_t at = source * a.shape.capacity * k + slot;
   reinterpret_cast<float *>(lane_of(a, a.rank) + a.at.weights)[at] = __uint_as_float(data.y);
+  if (a.aside) reinterpret_cast<int32_t *>(lane_of(a, a.rank) + a.at.ids)[at] = (int32_t)data.x;
   return checked_id(a, slot, (int)data.x, exchange);
 }
 
 /* Where some come as packets: several of a thread's are looked for at once. */
-DEVICE void take_ids_and_packets(const ep_args &a, const arrivals &s, uint32_t exchange, unsigned thread,
-                                 unsigned threads)
+template <int FIRST> DEVICE void take_ids_and_packets(const ep_args &a, const arrivals &s, uint32_t exchange)
 {
-  const unsigned k = a.shape.top_k, room = (unsigned)a.shape.capacity * k, ids = a.shape.ranks * room;
+  const unsigned k = a.shape.top_k, room = (unsigned)a.shape.capacity * k, ids = a.shape.ranks * room,
+                 threads = waiting_threads<FIRST>();
   const int32_t *from = reinterpret_cast<const int32_t *>(lane_of(a, a.rank) + a.at.ids);
   patience p;
 #pragma unroll 1
-  for (unsigned first = thread; first < ids; first += IDS_IN_FLIGHT * threads) {
+  for (unsigned first = threadIdx.x; first < ids; first += IDS_IN_FLIGHT * threads) {
     packet found[IDS_IN_FLIGHT];
 #pragma unroll
     for (int j = 0; j < IDS_IN_FLIGHT; j++) {
@@ -131,10 +132,8 @@ DEVICE void take_ids_and_packets(const ep_args &a, const arrivals &s, uint32_t e
   }
 }
 
-/* Leaves in a.arrived how many tokens each rank has sent, and in a.ids_here their experts, of these a CTA's share; of
- * rows alone nothing. */
-template <int FIRST>
-DEVICE void wait_for_tokens(const ep_args &a, arrivals &s, uint32_t exchange, unsigned cta = 0, unsigned ctas = 1)
+/* Leaves in a.arrived how many tokens each rank has sent, and in a.ids_here their experts; of rows alone nothing. */
+template <int FIRST> DEVICE void wait_for_tokens(const ep_args &a, arrivals &s, uint32_t exchange)
 {
   const bool all = wait_for_all<FIRST>(a, a.at.in, EP_DISPATCH, exchange, s.carried);
   wait_for_earlier_grids_alone(); /* if these have not yet */
@@ -145,18 +144,17 @@ DEVICE void wait_for_tokens(const ep_args &a, arrivals &s, uint32_t exchange, un
   meet<FIRST>();
   for (int r = threadIdx.x; r < a.shape.ranks; r += waiting_threads<FIRST>()) {
     s.packed[r] = s.carried[r] & EP_PACKED;
+    const int64_t room = s.packed[r] ? a.shape.packets : a.shape.capacity;
     const bool asks = all && !(a.own && r == a.rank);
-    s.tokens[r] = asks ? (int32_t)min((int64_t)(s.carried[r] & ~EP_PACKED), a.shape.capacity) : 0;
-    if (cta == 0) a.arrived[r] = s.tokens[r];
+    a.arrived[r] = s.tokens[r] = asks ? (int32_t)min((int64_t)(s.carried[r] & ~EP_PACKED), room) : 0;
     if (s.packed[r]) s.any_packed = true;
   }
   meet<FIRST>();
-  if (FIRST != WHOLE_CTA || s.any_packed) {
-    const unsigned threads = waiting_threads<FIRST>();
-    take_ids_and_packets(a, s, exchange, cta * threads + threadIdx.x, ctas * threads);
-  } else {
-    take_ids(a, s.tokens, exchange, cta, ctas);
-  }
+  if (a.aside && !s.any_packed) return;
+  if (FIRST != WHOLE_CTA || s.any_packed)
+    take_ids_and_packets<FIRST>(a, s, exchange);
+  else
+    take_ids(a, s.tokens, exchange, 0, 1);
 }
 
 DEVICE void wait_for_answers(const ep_args &a, uint32_t exchange)
@@ -173,13 +171,14 @@ extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1) cumoe_ep_wait_t
   wait_for_tokens<WHOLE_CTA>(a, s, exchange_now(a) + a.aside);
 }
 
-/* Aside, of slots: by some CTAs, as one would be at it for 100 us with 8192 tokens of four ranks. */
+/* Aside, behind the wait for slots: one CTA would be at it for 30 us with 8192 tokens of four ranks. */
 extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1) cumoe_ep_take_ids(const __grid_constant__ ep_args a)
 {
-  __shared__ arrivals s;
-  look_ahead(a, a.at.in);
-  wait_for_earlier_grids_alone();
-  wait_for_tokens<WHOLE_CTA>(a, s, exchange_now(a) + 1, blockIdx.x, gridDim.x);
+  __shared__ int32_t arrived[EP_MAX_RANKS];
+  wait_for_earlier_grids();
+  for (int r = threadIdx.x; r < a.shape.ranks; r += blockDim.x) arrived[r] = a.arrived[r];
+  __syncthreads();
+  take_ids(a, arrived, exchange_now(a) + 1, blockIdx.x, gridDim.x);
 }
 
 extern "C" __global__ void __launch_bounds__(EP_WAIT_THREADS, 1)
@@ -198,12 +197,9 @@ DEVICE void wait_in_put(const ep_args &a)
   if (!a.then_waits) let_next_grid_start();
 }
 
-/* Of slots alone, which are packets, all is told ahead of them: a fence behind them would wait for all rows that other
- * SMs put meanwhile. */
-DEVICE void tell_of_slots(const ep_args &a, unsigned tokens, uint32_t exchange)
+DEVICE unsigned *put_counter(const ep_args &a)
 {
-  if (a.puts != EP_PUTS_SLOTS || cta_of_grid(a) != 0) return;
-  tell<false>(a, a.at.in, a.slots ? a.sent : nullptr, tokens | EP_PACKED, exchange, 1, 2, blockDim.x);
+  return a.puts == EP_PUTS_SLOTS ? &counters_of(a)->put_slots : &counters_of(a)->put;
 }
 
 /* then_waits: nothing comes between the put and its wait, so a CTA that has told the others also waits for them, which
@@ -217,10 +213,8 @@ extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1) cumoe_ep_put(co
   if ((int)blockIdx.x >= a.movers) return fill_with_ones(a);
   const unsigned tokens = tokens_of_round(a);
   const uint32_t exchange = exchange_now(a) + 1; /* nobody changes it before all CTAs have come */
-  tell_of_slots(a, tokens, exchange);
-  put_tokens(a, tokens, exchange);
-  if (a.puts == EP_PUTS_SLOTS) return;
-  if (tell_all(a, a.at.in, a.slots ? a.sent : nullptr, tokens, &counters_of(a)->put, exchange) && a.then_waits)
+  put_tokens(a, tokens);
+  if (tell_all(a, a.at.in, a.slots ? a.sent : nullptr, tokens, put_counter(a), exchange) && a.then_waits)
     wait_for_tokens<WHOLE_CTA>(a, s, exchange);
 }
 
@@ -241,9 +235,8 @@ extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1)
   const unsigned tokens = tokens_of_round(a), flag = tokens | (a.packets ? EP_PACKED : 0);
   const uint32_t exchange = exchange_now(a) + 1;
   __syncthreads(); /* all threads know it before any of them tells: who has heard of all changes it */
-  tell_of_slots(a, tokens, exchange);
-  if (has_rows(a)) {
-    put_rows_of_half(a, tokens);
+  if (has_rows()) {
+    if (a.puts != EP_PUTS_SLOTS) put_rows_of_half(a, tokens);
     if (ahead) {
       meet<MOVERS>();
       tell(a, a.at.in, nullptr, flag, exchange, cta_of_grid(a), ctas_of_grid(a), MOVERS);
@@ -255,8 +248,8 @@ extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1)
     check_token_count(g.tokens, g.fault);
     gate_and_put_slots(g, a, t, at_hand.bias, tokens, exchange);
   }
-  if (ahead || a.puts == EP_PUTS_SLOTS) return;
-  if (tell_all(a, a.at.in, nullptr, flag, &counters_of(a)->put, exchange) && a.then_waits)
+  if (ahead) return;
+  if (tell_all(a, a.at.in, nullptr, flag, put_counter(a), exchange) && a.then_waits)
     wait_for_tokens<WHOLE_CTA>(a, s, exchange);
 }
 

@@ -8,8 +8,8 @@
 /* ---- telling ---- */
 
 /* One CTA's share of the words of this rank's flag at each rank, by `threads` threads of it that have met at a barrier
- * since their stores: a release covers them all. A flag carries a number of tokens: sent[r], or (NULL) that of
- * `tokens`, and EP_PACKED if `tokens` has it. RELEASES: there are such stores. */
+ * since their stores: a release covers them all. A flag carries a number of tokens: sent[r], or (NULL) `tokens`.
+ * RELEASES: there are such stores. */
 template <bool RELEASES = true>
 DEVICE void tell(const ep_args &a, uint64_t words, const uint32_t *sent, uint32_t tokens, uint32_t exchange,
                  unsigned cta, unsigned ctas, int threads)
@@ -19,8 +19,7 @@ DEVICE void tell(const ep_args &a, uint64_t words, const uint32_t *sent, uint32_
     const int r = i / EP_FLAG_WORDS, word = i % EP_FLAG_WORDS;
     if (word % ctas != cta || !is_active(a, r)) continue;
     char *at = lane_of(a, r) + words + (uint64_t)a.rank * EP_LINE + word * sizeof(uint64_t);
-    const uint32_t packed = stays(a, r) ? 0 : tokens & EP_PACKED;
-    const uint64_t flag = ep_flag(exchange, (sent ? sent[r] : tokens & ~EP_PACKED) | packed);
+    const uint64_t flag = ep_flag(exchange, sent ? sent[r] : tokens);
     if (RELEASES)
       store_release_system(at, flag);
     else
@@ -46,7 +45,7 @@ DEVICE bool tell_when_all_have_come(const ep_args &a, uint64_t words, const uint
     if (last && a.puts == EP_PUTS_ALL) counters_of(a)->exchanges = exchange;
   }
   __syncthreads();
-  if (last) tell(a, words, sent, tokens, exchange, 0, a.puts == EP_PUTS_ALL ? 1 : 2, blockDim.x);
+  if (last) tell(a, words, sent, tokens, exchange, a.puts == EP_PUTS_SLOTS, a.puts == EP_PUTS_ALL ? 1 : 2, blockDim.x);
   return last;
 }
 
@@ -171,7 +170,7 @@ DEVICE bool wait_for_all(const ep_args &a, uint64_t words, int phase, uint32_t e
     if (is_active(a, r) && (all || r == a.rank))
       all &= wait_for_word<FIRST != WHOLE_CTA>(a, own + (uint64_t)r * EP_LINE + word * sizeof(uint64_t), exchange,
                                                phase, r, &tokens);
-    if (arrived && word == EP_SLOTS_WORD) arrived[r] = tokens;
+    if (arrived && word == (a.puts == EP_PUTS_SLOTS)) arrived[r] = tokens;
   }
   if (!all) in_vain = true;
   meet<FIRST>();

@@ -114,7 +114,7 @@ DEVICE void put_slots_to(const ep_args &a, const place_table &t, unsigned token,
   const bool any = __any_sync(ALL_LANES, there);
   const int id = there ? place & ((1 << EP_PLACE_SHIFT) - 1) : -1;
   if (row >= 0 && slot < k) {
-    if (PACKETS && !stays(a, r))
+    if (PACKETS)
       store_words_system(slot_packet(a, r, a.rank, row, slot),
                          make_packet(exchange, make_uint2((uint32_t)id, __float_as_uint(weight))).words);
     else
@@ -138,7 +138,7 @@ DEVICE void put_slots(const ep_args &a, const place_table &t, unsigned token, in
 
 /* x read once, stored to each rank that the token goes to; while that is on its way ids and weights, by the warp that
  * has the first part of the row. */
-DEVICE void put_tokens(const ep_args &a, unsigned tokens, uint32_t exchange)
+DEVICE void put_tokens(const ep_args &a, unsigned tokens)
 {
   const int slot = lane_id();
   const bool slots = blockIdx.y == 0 && a.puts != EP_PUTS_ROWS, there = slots && slot < a.shape.top_k;
@@ -146,27 +146,18 @@ DEVICE void put_tokens(const ep_args &a, unsigned tokens, uint32_t exchange)
     const int64_t id = there ? id_of(a, token, slot) : -1;
     const float weight = there ? a.weights[token * a.weights_ld + slot] : 0.f;
     if (a.puts != EP_PUTS_SLOTS) put_row(a, token);
-    if (!slots) continue;
-    if (a.packets)
-      put_slots<true>(a, places_in_memory(a), token, id, weight, exchange);
-    else
-      put_slots<false>(a, places_in_memory(a), token, id, weight, exchange);
+    if (slots) put_slots<false>(a, places_in_memory(a), token, id, weight, 0);
   }
 }
 
 /* ---- the gate of few tokens ---- */
 
-/* Half of the warps have the rows, the others, of CTAs that have first parts of rows, the gate and the slots; all have
- * these where slots are put alone. */
+/* Half of the warps have the rows, the others, of CTAs that have first parts of rows, the gate and the slots. */
 constexpr int HALF = WARPS / 2;
 
-DEVICE int warps_with_rows(const ep_args &a)
+DEVICE bool has_rows()
 {
-  return a.puts == EP_PUTS_SLOTS ? 0 : HALF;
-}
-DEVICE bool has_rows(const ep_args &a)
-{
-  return warp_id() < warps_with_rows(a);
+  return warp_id() < HALF;
 }
 
 DEVICE void put_rows_of_half(const ep_args &a, unsigned tokens)
@@ -250,23 +241,22 @@ struct places_at_hand {
 DEVICE place_table take_places(const gate_args &g, const ep_args &a, places_at_hand &s)
 {
   const int64_t entries = (a.shape.experts - 1) * a.placement_ld + a.replicas;
-  const int others = warps_with_rows(a) * WARP_SIZE, first = threadIdx.x - others, threads = EP_MOVE_THREADS - others;
+  const int first = threadIdx.x - HALF * WARP_SIZE;
   const bool fits = entries <= PLACES_AT_HAND;
-  for (int i = first; fits && i < entries; i += threads) s.entries[i] = a.placement[i];
+  for (int i = first; fits && i < entries; i += HALF * WARP_SIZE) s.entries[i] = a.placement[i];
   if (first < ACTIVE_WORDS) s.active[first] = active_ranks(a)[first];
   if (first < BIAS_AT_HAND) s.bias[first] = g.select_bias && first < g.experts ? g.select_bias[first] : 0.f;
-  barrier_of_last(threads);
+  barrier_of_last(HALF * WARP_SIZE);
   return {fits ? s.entries : a.placement, s.active};
 }
 
 DEVICE void gate_and_put_slots(const gate_args &g, const ep_args &a, const place_table &t, const float *bias,
                                unsigned tokens, uint32_t exchange)
 {
-  __shared__ gate_scratch scratch[WARPS];
-  const int warp = warp_id() - warps_with_rows(a), warps = WARPS - warps_with_rows(a);
+  __shared__ gate_scratch scratch[HALF];
   if (blockIdx.y != 0) return;
-  for (unsigned token = blockIdx.x * warps + warp; token < tokens; token += a.movers * warps) {
-    const gate_slot slot = choose_slots_of(g, bias, token, scratch[warp]);
+  for (unsigned token = blockIdx.x * HALF + warp_id() - HALF; token < tokens; token += a.movers * HALF) {
+    const gate_slot slot = choose_slots_of(g, bias, token, scratch[warp_id() - HALF]);
     if (a.packets)
       put_slots<true>(a, t, token, slot.id, slot.weight, exchange);
     else
