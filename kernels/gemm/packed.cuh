@@ -17,7 +17,7 @@ struct packed_shape
           CLUSTER, BM, BN, WGMMA_BK, STAGES, WARPS> {
   using W = uint8_t;
   using CODE = typename P::W;
-  static constexpr bool PACKED = true, FINDS = false;
+  static constexpr bool PACKED = true;
   static constexpr int HELPERS = FACTOR_WARPS;
   static constexpr int BK = BK_, LINE = WGMMA_BK, LINES = BK / LINE, WEIGHT_LINE = BK * operand<CODE>::BITS / 8;
   static constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 56;

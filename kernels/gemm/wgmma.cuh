@@ -42,7 +42,6 @@ struct wgmma_shape : pipeline_shape<PRODUCT, BM, BN, BK, STAGES, WARPS> {
       same_type<typename PRODUCT::X, e4m3> ? PRODUCT::EPILOGUE == EPILOGUE_activation ? 2 : 4 : 1;
   static constexpr bool WOVEN = false; /* rows are put into another order in their stages (gemm/packed.cuh) */
   static constexpr int HELPERS = 0;    /* warps of producers that arrive at a stage's `full`, too */
-  static constexpr bool FINDS = true;  /* a warp of producers finds units while another copies stages */
   static constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 56; /* 384 threads start with 168 each */
 
   /* Gathering: 8 threads copy the 128 bytes of a row. */
@@ -68,12 +67,12 @@ struct cluster_unit {
   bool absent;    /* neither has channels: an odd number of channel tiles, paired */
 };
 
-/* The unit that comes next, found by a warp of its own. */
-template <class S, bool FINDS = S::FINDS> struct unit_found {
-};
-template <class S> struct unit_found<S, true> {
+/* The unit that comes next, found by a warp of its own; of packed weights warps have other things to do. */
+template <class S, bool PACKED = S::PACKED> struct unit_found {
   cluster_unit found;
   uint64_t found_ready, found_taken;
+};
+template <class S> struct unit_found<S, true> {
 };
 
 template <class S> struct wgmma_smem : pipeline_smem<S>, packed_stages<S>, token_scale_stages<S>, unit_found<S> {
@@ -535,7 +534,7 @@ template <class S> DEVICE void produce_found(const gemm_sm90_args &args, wgmma_s
 /* Rows in order: a warp copies stages, the next ones do what that or consumers want besides, the rest copies rows. */
 template <class S> DEVICE void produce(const gemm_sm90_args &args, wgmma_smem<S> &smem, const copy_beside_args *beside)
 {
-  constexpr int BUSY = 1 + (S::FINDS ? 1 : S::HELPERS);
+  constexpr int BUSY = 1 + (S::PACKED ? S::HELPERS : 1);
   if (S::GATHERED && S::gathers(args.g)) return produce_units<S, S::GATHERED>(args, smem);
   if (warp_id() >= BUSY) {
     if (copies<S>(args.g)) return copy_rows<typename S::X>(args.g);
@@ -547,10 +546,10 @@ template <class S> DEVICE void produce(const gemm_sm90_args &args, wgmma_smem<S>
       produce_factors<S>(args, smem);
     else
       find_units<S>(args, smem);
-  } else if constexpr (S::FINDS) {
-    produce_found<S>(args, smem);
-  } else {
+  } else if constexpr (S::PACKED) {
     produce_units<S, false>(args, smem);
+  } else {
+    produce_found<S>(args, smem);
   }
   wait_for_earlier_grids(); /* if not yet */
 }
@@ -663,9 +662,9 @@ DEVICE void wgmma_gemm(const gemm_sm90_args &args, wgmma_smem<S> &smem, const co
       if constexpr (S::WOVEN) mbarrier_init(&smem.rows_there[s], 1);
     }
     for (int i = 0; i < UNITS_AHEAD; i++) mbarrier_init(&smem.drawn_ready[i], 1);
-    if constexpr (S::PACKED)
+    if constexpr (S::PACKED) {
       for (int i = 0; i < UNITS_AHEAD; i++) mbarrier_init(&smem.posted[i], 1);
-    if constexpr (S::FINDS) {
+    } else {
       mbarrier_init(&smem.found_ready, 1);
       mbarrier_init(&smem.found_taken, WARP_SIZE);
     }
