@@ -787,6 +787,7 @@ static cumoe_status replay(rank *r, int32_t lane)
   for (int i = 0; status == CUMOE_OK && i < CALLS; i++) status = record(r, lane, i, &graphs[i]);
   pthread_barrier_wait(&recorded);
   status = replay_all(r, lane, status, graphs);
+  pthread_barrier_wait(&recorded); /* destroying one may wait for a GPU, where others spin */
   for (int i = 0; i < CALLS; i++) CUMOE_IGNORE(cumoe_graph_destroy(r->context, graphs[i]));
   return status;
 }
