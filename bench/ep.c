@@ -315,7 +315,7 @@ static cumoe_group_config config_of(const rank *r, const cell *c)
                               .flags = c->flags,
                               .rank = r->number,
                               .ranks = ranks,
-                              .lanes = c->lanes,
+                              .lanes = getenv("HALVES") ? 2 : c->lanes,
                               .max_tokens = c->tokens / c->lanes > most_room ? c->tokens / c->lanes : most_room,
                               .timeout_ns = INT64_C(2000000000),
                               .arenas = c->arenas};

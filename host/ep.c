@@ -65,6 +65,7 @@ static cumoe_status lay_out_workspace(const group *g, ep_workspace *w)
   return CUMOE_OK;
 }
 
+/* TRIAL: two of them */
 cumoe_status cumoe_ep_workspace(cumoe_group handle, size_t *bytes)
 {
   begin_call(__func__);
@@ -73,7 +74,7 @@ cumoe_status cumoe_ep_workspace(cumoe_group handle, size_t *bytes)
   TRY(find_group(handle, &g));
   REQUIRE(bytes, CUMOE_ERR_INVALID_ARGUMENT, "bytes is null");
   TRY(lay_out_workspace(g, &w));
-  *bytes = w.bytes;
+  *bytes = w.bytes * 2;
   return CUMOE_OK;
 }
 
@@ -800,6 +801,159 @@ static cumoe_status combine_aside(const ep_round *r)
   return collect(r);
 }
 
+/* ---- in halves ---- */
+
+#include <stdlib.h>
+static int halves_setting(int i)
+{
+  static int of[4] = {-1};
+  if (of[0] < 0) {
+    const char *e = getenv("HALVES");
+    of[0] = of[1] = of[2] = of[3] = 0;
+    for (int j = 0; e && j < 4; j++) {
+      of[j] = (int)strtol(e, (char **)&e, 10);
+      if (*e == ',') e++;
+    }
+  }
+  return of[i];
+}
+
+static bool goes_in_halves(const ep_call *c)
+{
+  const group *g = c->g;
+  return halves_setting(0) && c->whole && !on_cpu(g->context) && g->shape.lanes == 2 && c->args.lane == 0 && g->side[1] &&
+         c->rounds == 1 && c->args.tokens_max >= 1024 && !g->ways.dedup && !c->layer.counts_out.data;
+}
+
+static ep_call half_of(const ep_call *c, int i)
+{
+  ep_call h = *c;
+  h.args.lane = i;
+  h.args.tokens_max = (c->args.tokens_max + 1) / 2;
+  h.workspace = c->workspace + (size_t)i * c->at.bytes;
+  return h;
+}
+
+static ep_round open_half(const ep_call *c, const ep_call *h, int i)
+{
+  const int64_t half = h->args.tokens_max;
+  ep_round r = open_round(h, 0);
+  r.first = i * half < c->tokens ? i * half : c->tokens;
+  r.tokens = c->tokens - r.first < half ? c->tokens - r.first : half;
+  r.x = part(&r, c->layer.x);
+  locate_routing(&r);
+  prepare_moves(&r);
+  r.aside = true;
+  r.own = false;
+  r.move.aside = true;
+  r.move.own = false;
+  return r;
+}
+
+static char *segment_of(const ep_round *r, int32_t rank)
+{
+  const group *g = r->c->g;
+  const int64_t row = (int64_t)g->shape.hidden * g->shape.element;
+  return g->arenas[rank] + g->at.lane + (uint64_t)r->c->args.lane * g->at.lane_bytes + r->at.x +
+         (uint64_t)(g->rank * r->shape.capacity * row);
+}
+
+static cumoe_status send_rows(const ep_round *r, cumoe_stream stream)
+{
+  const group *g = r->c->g;
+  const int32_t ranks = g->shape.ranks;
+  ep_args a = r->move;
+  a.puts = EP_PUTS_ROWS;
+  a.late = true;
+  a.x = NULL;
+  a.sms = 1;
+  for (int32_t i = 1; i < ranks; i++) {
+    const int32_t to = (g->rank + i) % ranks;
+    TRY(wire_copy(g, segment_of(r, to), r->x, stream));
+  }
+  return launch_on(r, stream, MOVE_PUT, &a, NULL);
+}
+
+static cumoe_status map_half(const ep_round *r, cumoe_stream stream)
+{
+  const cumoe_moe_args a = shard_args(r);
+  ep_args wait = r->move;
+  layer_ends map = ends_of(r);
+  wait.puts = EP_PUTS_SLOTS;
+  wait.more = true;
+  wait.late = true;
+  map.parts = LAYER_MAP;
+  TRY(launch_on(r, stream, MOVE_WAIT_TOKENS, &wait, NULL));
+  TRY(launch_on(r, stream, MOVE_TAKE_IDS, &r->move, NULL));
+  return forward_between(r->c->g->shard, r->c->weights, &a, stream, &map);
+}
+
+static cumoe_status multiply_half(const ep_round *r, int32_t spared, layer_ends *down)
+{
+  const cumoe_moe_args a = shard_args(r);
+  ep_args wait = r->move;
+  layer_ends up = ends_of(r);
+  wait.puts = EP_PUTS_ROWS;
+  wait.late = true;
+  up.parts = LAYER_UP;
+  up.spared = spared;
+  TRY(launch_move(r, MOVE_WAIT_TOKENS, wait, NULL));
+  TRY(forward_between(r->c->g->shard, r->c->weights, &a, r->c->stream, &up));
+  *down = ends_of(r);
+  down->parts = LAYER_DOWN;
+  down->spared = spared;
+  return forward_between(r->c->g->shard, r->c->weights, &a, r->c->stream, down);
+}
+
+static cumoe_status return_half(const ep_round *r, const layer_ends *down, int32_t sms, cumoe_stream stream)
+{
+  ep_args a = r->move;
+  a.late = true;
+  a.sms = sms;
+  return launch_on(r, stream, MOVE_RETURN, &a, &down->combine);
+}
+
+static cumoe_status follow_each(const ep_round *r, cumoe_stream waiter, cumoe_stream on)
+{
+  return wire_follow(r->c->g, r->c->args.lane, waiter, on);
+}
+
+static cumoe_status in_halves(const ep_call *c)
+{
+  const ep_call calls[2] = {half_of(c, 0), half_of(c, 1)};
+  const ep_round r[2] = {open_half(c, &calls[0], 0), open_half(c, &calls[1], 1)};
+  const cumoe_stream side[2] = {c->g->side[0], c->g->side[1]};
+  const int32_t sms = halves_setting(0), spared = halves_setting(1);
+  layer_ends down[2];
+  TRY(follow_each(&r[0], side[0], c->stream));
+  TRY(follow_each(&r[1], side[1], c->stream));
+  for (int i = 0; i < 2; i++) TRY(send_rows(&r[i], side[0]));
+  for (int i = 0; i < 2; i++) TRY(wire_copy(c->g, segment_of(&r[i], c->g->rank), r[i].x, side[1]));
+  for (int i = 0; i < 2; i++) {
+    TRY(run_routing(&r[i]));
+    TRY(run_put(&r[i], EP_PUTS_SLOTS));
+  }
+  TRY(follow_each(&r[1], c->stream, side[1]));
+  TRY(follow_each(&r[1], side[1], c->stream));
+  TRY(map_half(&r[0], c->stream));
+  TRY(map_half(&r[1], halves_setting(2) ? c->stream : side[1]));
+  TRY(multiply_half(&r[0], 0, &down[0]));
+  TRY(follow_each(&r[1], c->stream, side[1]));
+  TRY(follow_each(&r[0], side[0], c->stream));
+  if (!halves_setting(3)) TRY(return_half(&r[0], &down[0], sms, side[0]));
+  TRY(multiply_half(&r[1], spared, &down[1]));
+  if (halves_setting(3)) TRY(return_half(&r[0], &down[0], sms, side[0]));
+  TRY(return_half(&r[1], &down[1], 0, c->stream));
+  TRY(follow_each(&r[0], c->stream, side[0]));
+  for (int i = 0; i < 2; i++) {
+    ep_args a = r[i].move;
+    a.late = true;
+    TRY(launch_move(&r[i], MOVE_WAIT_ANSWERS, a, NULL));
+    TRY(collect(&r[i]));
+  }
+  return CUMOE_OK;
+}
+
 /* ---- calls ---- */
 
 /* A call that fails halfway leaves others waiting: they are told. */
@@ -891,6 +1045,7 @@ cumoe_status cumoe_ep_forward(cumoe_group handle, cumoe_weights weights, const c
   TRY(open_call(&c, handle, args, PART_DISPATCH));
   REQUIRE(c.args.round == 0, CUMOE_ERR_INVALID_ARGUMENT, "args.round is %d, must be 0: this call makes all rounds",
           (int)c.args.round);
+  if (goes_in_halves(&c)) return in_halves(&c);
   for (int64_t i = 0; i < c.rounds; i++)
     for (ep_part which = PART_DISPATCH; which < PARTS; which++) TRY(run_part(&c, which, i));
   return CUMOE_OK;

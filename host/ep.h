@@ -171,6 +171,7 @@ cumoe_status ep_leave(group *g);
 /* The wires (ep_wire.c): what is opened, in a rank's own arena, or in another's. With the context's device entered, but
  * for moves. */
 cumoe_status wire_open(group *g);
+cumoe_status wire_copy(const group *g, void *to, cumoe_view rows, cumoe_stream stream); /* to rows without gaps */
 cumoe_status wire_follow(const group *g, int32_t lane, cumoe_stream waiter, cumoe_stream on); /* what `on` has so far */
 cumoe_status wire_close(group *g); /* the first failure; it is closed all the same */
 cumoe_status wire_write(const group *g, int32_t rank, uint64_t at, const void *from, size_t bytes);

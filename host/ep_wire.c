@@ -226,6 +226,23 @@ cumoe_status wire_follow(const group *g, int32_t lane, cumoe_stream waiter, cumo
   ON_DEVICE(g->context, follow(g, lane, waiter, on));
 }
 
+static cumoe_status copy_rows(void *to, cumoe_view rows, cumoe_stream stream)
+{
+  const size_t element = cumoe_dtype_bytes((cumoe_dtype)rows.dtype), row = (size_t)rows.cols * element;
+  if (rows.rows == 0) return CUMOE_OK;
+  if (rows.ld == rows.cols)
+    TRY_CUDA(cudaMemcpyAsync(to, rows.data, row * (size_t)rows.rows, cudaMemcpyDefault, stream));
+  else
+    TRY_CUDA(cudaMemcpy2DAsync(to, row, rows.data, (size_t)rows.ld * element, row, (size_t)rows.rows,
+                               cudaMemcpyDefault, stream));
+  return CUMOE_OK;
+}
+
+cumoe_status wire_copy(const group *g, void *to, cumoe_view rows, cumoe_stream stream)
+{
+  ON_DEVICE(g->context, copy_rows(to, rows, stream));
+}
+
 cumoe_status wire_open(group *g)
 {
   if (on_cpu(g->context)) return CUMOE_OK;

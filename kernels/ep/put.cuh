@@ -145,7 +145,7 @@ DEVICE void put_tokens(const ep_args &a, unsigned tokens)
   for (unsigned token = blockIdx.x * WARPS + warp_id(); token < tokens; token += a.movers * WARPS) {
     const int64_t id = there ? id_of(a, token, slot) : -1;
     const float weight = there ? a.weights[token * a.weights_ld + slot] : 0.f;
-    if (a.puts != EP_PUTS_SLOTS) put_row(a, token);
+    if (a.puts != EP_PUTS_SLOTS && a.x) put_row(a, token);
     if (slots) put_slots<false>(a, places_in_memory(a), token, id, weight, 0);
   }
 }
