@@ -365,6 +365,8 @@ static member join(rank *r, const cell *c)
   check(cumoe_ep_workspace(one.group, &bytes));
   for (int32_t l = 0; l < c->lanes; l++)
     check(cumoe_buffer_alloc(r->context, CUMOE_U8, 1, (int64_t)bytes, NULL, &one.memory[l]));
+  for (int32_t l = 0; l < c->lanes; l++)
+    check_cuda(cudaMemset(cumoe_buffer_view_mut(one.memory[l]).data, 0, bytes));
   check(cumoe_buffer_alloc(r->context, CUMOE_I32, c->tokens, m->top_k, NULL, &one.ids));
   one.placement = upload(r, CUMOE_I32, m->experts, 1, places);
   check(cumoe_synchronize(r->context, NULL));
@@ -403,6 +405,23 @@ static void launch_layer(const rank *r, const cell *c, const member *one, int32_
   check(cumoe_ep_forward(one->group, r->weights, &args, stream));
 }
 
+extern char stamp_names[64][24];
+static void show_stamps(const rank *r, const member *one)
+{
+  static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+  unsigned long long s[64], first = ~0ull;
+  const cumoe_view v = cumoe_buffer_view(one->memory[0]);
+  check_cuda(cudaMemcpy(s, (const char *)v.data + (v.cols - 4096), sizeof s, cudaMemcpyDefault));
+  pthread_mutex_lock(&lock);
+  for (int i = 0; i < 32; i++)
+    if (stamp_names[i][0] && s[2 * i] && s[2 * i] < first) first = s[2 * i];
+  printf("ST %d:", (int)r->number);
+  for (int i = 0; i < 32 && stamp_names[i][0]; i++)
+    printf(" %s %.0f-%.0f", stamp_names[i], (double)(s[2 * i] - first) / 1e3, (double)(s[2 * i + 1] - first) / 1e3);
+  printf("\n");
+  pthread_mutex_unlock(&lock);
+}
+
 /* Equal for whatever computes the same. */
 static uint64_t hash_outputs(const rank *r, const cell *c)
 {
@@ -420,6 +439,7 @@ static void time_layer(rank *r, const cell *c, member *one)
   check(cumoe_graph_begin(r->context, r->stream));
   launch_layer(r, c, one, 0, r->stream);
   r->us.layer = time_graph(r, end_graph(r), replays_of(c));
+  if (getenv("STAMPS")) show_stamps(r, one);
   if (hashes) r->hash = hash_outputs(r, c);
   check_cuda(cudaMemcpy(r->ids, cumoe_buffer_view(one->ids).data,
                         (size_t)(c->tokens * c->model->top_k) * sizeof *r->ids, cudaMemcpyDefault));

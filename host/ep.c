@@ -74,7 +74,7 @@ cumoe_status cumoe_ep_workspace(cumoe_group handle, size_t *bytes)
   TRY(find_group(handle, &g));
   REQUIRE(bytes, CUMOE_ERR_INVALID_ARGUMENT, "bytes is null");
   TRY(lay_out_workspace(g, &w));
-  *bytes = w.bytes * 2;
+  *bytes = w.bytes * 2 + 4096;
   return CUMOE_OK;
 }
 
@@ -357,10 +357,22 @@ static ep_form answers_of(const ep_round *r)
 }
 
 /* What ran before may have been a call by itself. of: as wire_move has it. */
+#include <stdlib.h>
+#include <stdio.h>
+_Thread_local int stamp_next;
+char stamp_names[64][24];
 static cumoe_status launch_on(const ep_round *r, cumoe_stream stream, move which, const ep_args *a, const void *of)
 {
+  static const char *const what[] = {"count", "slots", "put", "gateput", "wait", "ids", "answer", "few", "return", "finish", "waitans"};
+  ep_args b = *a;
   name_call_on(r->c->name, stream);
-  return wire_move(r->c->g, which, a, of, stream);
+  if (getenv("STAMPS") && r->c->whole && stamp_next < 32) {
+    const int lane = r->c->args.lane;
+    char *base = r->c->workspace + (size_t)(2 - (getenv("HALVES") ? lane : 0)) * r->c->at.bytes;
+    b.stamps = (unsigned long long *)base + 2 * stamp_next;
+    snprintf(stamp_names[stamp_next++], 24, "%s%d%s", what[which], lane, a->puts == EP_PUTS_ROWS ? "r" : a->puts == EP_PUTS_SLOTS ? "s" : "");
+  }
+  return wire_move(r->c->g, which, &b, of, stream);
 }
 
 static cumoe_status launch_move(const ep_round *r, move which, ep_args a, const void *of)
@@ -1045,6 +1057,7 @@ cumoe_status cumoe_ep_forward(cumoe_group handle, cumoe_weights weights, const c
   TRY(open_call(&c, handle, args, PART_DISPATCH));
   REQUIRE(c.args.round == 0, CUMOE_ERR_INVALID_ARGUMENT, "args.round is %d, must be 0: this call makes all rounds",
           (int)c.args.round);
+  stamp_next = 0;
   if (goes_in_halves(&c)) return in_halves(&c);
   for (int64_t i = 0; i < c.rounds; i++)
     for (ep_part which = PART_DISPATCH; which < PARTS; which++) TRY(run_part(&c, which, i));

@@ -166,6 +166,7 @@ typedef struct ep_args {
   int32_t puts;  /* aside, of put and of the wait for tokens: an ep_load, what this grid moves or waits for */
   int32_t late;  /* the host: behind more than one grid, so that this one does not start early */
   int32_t sms;   /* the host: of rows aside and of return, that it has; 0: all */
+  unsigned long long *stamps; /* TRIAL */
   fault_sink fault;
   char *near[EP_NEAR_RANKS]; /* kernels: the arenas of up to so many ranks */
 } ep_args;

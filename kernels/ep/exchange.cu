@@ -6,6 +6,17 @@
 #include "ep/answer.cuh"
 #include "ep/put.cuh"
 
+DEVICE void stamp_begin(const ep_args &a)
+{
+  if (a.stamps && threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) a.stamps[0] = now_ns();
+}
+DEVICE void stamp_end(const ep_args &a)
+{
+  if (!a.stamps) return;
+  __syncthreads();
+  if (threadIdx.x == 0) atomicMax(&a.stamps[1], (unsigned long long)now_ns());
+}
+
 /* ---- before a put ---- */
 
 /* Gives every token its row of the segment at each rank, in the tokens' order: segments are the same on every run. One
@@ -168,7 +179,9 @@ extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1) cumoe_ep_wait_t
   __shared__ arrivals s;
   look_ahead(a, a.at.in);
   wait_for_earlier_grids_alone();
+  stamp_begin(a);
   wait_for_tokens<WHOLE_CTA>(a, s, exchange_now(a) + a.aside);
+  stamp_end(a);
 }
 
 /* Aside, behind the wait for slots: one CTA would be at it for 30 us with 8192 tokens of four ranks. */
@@ -176,9 +189,11 @@ extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1) cumoe_ep_take_i
 {
   __shared__ int32_t arrived[EP_MAX_RANKS];
   wait_for_earlier_grids();
+  stamp_begin(a);
   for (int r = threadIdx.x; r < a.shape.ranks; r += blockDim.x) arrived[r] = a.arrived[r];
   __syncthreads();
   take_ids(a, arrived, exchange_now(a) + 1, blockIdx.x, gridDim.x);
+  stamp_end(a);
 }
 
 extern "C" __global__ void __launch_bounds__(EP_WAIT_THREADS, 1)
@@ -186,7 +201,9 @@ extern "C" __global__ void __launch_bounds__(EP_WAIT_THREADS, 1)
 {
   look_ahead(a, a.at.back);
   wait_for_earlier_grids_alone();
+  stamp_begin(a);
   wait_for_answers(a, exchange_now(a));
+  stamp_end(a);
 }
 
 /* ---- put ---- */
@@ -210,12 +227,14 @@ extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1) cumoe_ep_put(co
   look_ahead(a, a.at.in);
   look_ahead_at_places(a);
   wait_in_put(a);
+  stamp_begin(a);
   if ((int)blockIdx.x >= a.movers) return fill_with_ones(a);
   const unsigned tokens = tokens_of_round(a);
   const uint32_t exchange = exchange_now(a) + 1; /* nobody changes it before all CTAs have come */
   put_tokens(a, tokens);
   if (tell_all(a, a.at.in, a.slots ? a.sent : nullptr, tokens, put_counter(a), exchange) && a.then_waits)
     wait_for_tokens<WHOLE_CTA>(a, s, exchange);
+  stamp_end(a);
 }
 
 /* The rows of x, which the router has read as well, are on their way while it and the gate work, and are told as soon
@@ -245,12 +264,14 @@ extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1)
   } else {
     const place_table t = take_places(g, a, at_hand);
     if (a.early) wait_in_put(a);
+    if (a.stamps && threadIdx.x == 256 && blockIdx.x == 0) a.stamps[0] = now_ns();
     check_token_count(g.tokens, g.fault);
     gate_and_put_slots(g, a, t, at_hand.bias, tokens, exchange);
   }
   if (ahead) return;
   if (tell_all(a, a.at.in, nullptr, flag, put_counter(a), exchange) && a.then_waits)
     wait_for_tokens<WHOLE_CTA>(a, s, exchange);
+  stamp_end(a);
 }
 
 /* ---- answer ---- */
@@ -273,11 +294,13 @@ template <class In, int COLUMNS> DEVICE void return_rows(const combine_args &c, 
   static_assert(COLUMNS * sizeof(In) == EP_RETURN_THREADS * 16, "16 bytes a thread");
   look_ahead(a, a.at.back);
   const uint32_t exchange = exchange_now(a); /* since the wait for tokens: several grids ago */
+  stamp_begin(a);
   combine_to_ranks<In, COLUMNS>(c, a, exchange);
   if (a.packets && cta_of_grid(a) == 0) tell_that_all_is_read(a, exchange);
-  if (a.packets || a.more) return;
+  if (a.packets || a.more) return stamp_end(a);
   if (tell_all(a, a.at.back, nullptr, 0, &counters_of(a)->answered, exchange) && a.then_waits)
     wait_for_answers(a, exchange);
+  stamp_end(a);
 }
 
 #define RETURN(name, In, COLUMNS)                                                                                      \
