@@ -765,6 +765,34 @@ static void sweep_codes(cumoe_context context, int32_t dtype)
   group_end();
 }
 
+/* Rows of codes that are weighed before the activation: of one stage or two, so that a tile's end and the next one's
+ * begin meet, and of one expert or few, so that tiles are full. */
+static void sweep_weighed_codes(cumoe_context context, int32_t dtype)
+{
+  static const int32_t tokens[] = {365, 700, 1500}, hiddens[] = {32, 192, 64}, inters[] = {112, 512};
+  if (dtype == CUMOE_F32) return;
+  if (!group_begin("%s: weighed codes, %s", context_name(context), cumoe_dtype_name((cumoe_dtype)dtype))) return;
+  oracle_device = on_device(context) ? DEVICE_ANY : 0;
+  for (int i = 0; i < (on_device(context) ? 24 : 4); i++) {
+    const cumoe_format formats[] = {cumoe_format_fp8_block(CUMOE_F32), cumoe_format_fp8_channel(CUMOE_F32),
+                                    cumoe_format_int8(CUMOE_F32), cumoe_format_fp8_tensor(CUMOE_ROWS_STATIC)};
+    layer_spec s =
+        layer_spec_new(dtype, tokens[i % 3] / (on_device(context) ? 1 : 7), hiddens[i / 2 % 3], inters[i % 2]);
+    s.distinct = 61;
+    s.desc.num_experts = 1 + i / 4 % 3;
+    s.desc.routing.top_k = 1;
+    s.desc.routing.flags |= CUMOE_ROUTE_WEIGHT_ON_INPUT;
+    s.desc.up_format = formats[i % 4];
+    s.form.gate_order = i % 5 ? CUMOE_GATE_UP_CONCAT : CUMOE_UP_GATE_CONCAT;
+    s.seed = (uint64_t)i;
+    case_begin("%d, T %d H %d I %d", i, (int)s.tokens, s.desc.hidden, s.desc.inter);
+    run_case(context, &s);
+    case_end();
+  }
+  oracle_device = 0;
+  group_end();
+}
+
 static void run_type(cumoe_context context, int32_t dtype, rng *r)
 {
   sweep_controls(context, dtype);
@@ -778,6 +806,7 @@ static void run_type(cumoe_context context, int32_t dtype, rng *r)
   sweep_models(context, dtype);
   sweep_few_gates(context, dtype);
   sweep_codes(context, dtype);
+  sweep_weighed_codes(context, dtype);
 }
 
 int main(int argc, char **argv)
