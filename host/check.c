@@ -115,6 +115,12 @@ cumoe_status check_workspace_view(struct context *context, const char *name, cum
   return CUMOE_OK;
 }
 
+cumoe_status check_scratch(struct context *context, cumoe_view workspace, size_t need)
+{
+  const operand want = {"args.workspace", 1, workspace.cols, DTYPE_BIT(CUMOE_U8), 256};
+  return need ? check_workspace_view(context, want.name, workspace, need) : check_optional(context, &want, workspace);
+}
+
 cumoe_status check_absent(const char *name, cumoe_view view, const char *why)
 {
   REQUIRE(absent(&view), CUMOE_ERR_INVALID_ARGUMENT, "%s must be absent: %s", name, why);

@@ -93,17 +93,6 @@ typedef struct ep_call {
   int64_t rounds;
 } ep_call;
 
-static cumoe_status check_workspace(const ep_call *c)
-{
-  const cumoe_view w = cumoe_const(c->layer.workspace);
-  REQUIRE(!absent(&w), CUMOE_ERR_WORKSPACE, "args.workspace is absent, %zu bytes are needed", c->at.bytes);
-  const operand want = {"args.workspace", 1, w.cols, DTYPE_BIT(CUMOE_U8), 256};
-  TRY(check_operand(c->g->context, &want, w));
-  REQUIRE((size_t)w.cols >= c->at.bytes, CUMOE_ERR_WORKSPACE, "args.workspace has %lld bytes, %zu are needed",
-          (long long)w.cols, c->at.bytes);
-  return CUMOE_OK;
-}
-
 /* The arena is written by others at any time, and its messages are under way. */
 static cumoe_status check_off_arena(const ep_call *c)
 {
@@ -137,7 +126,7 @@ static cumoe_status check_ep_layer(const ep_call *c)
   TRY(check_absent("args.expert_map", a.expert_map, "args.placement says where experts are"));
   a.expert_map = cumoe_vector(g->arena + g->at.every_expert, CUMOE_I32, g->shape.experts);
   TRY(check_layer_operands(&g->plan, c->weights, &a, &with));
-  TRY(check_workspace(c));
+  TRY(check_workspace_view(g->context, "args.workspace", cumoe_const(a.workspace), c->at.bytes));
   return check_layer_overlaps(&a, &with);
 }
 

@@ -22,6 +22,7 @@
  *   cumoe_plan_workspace    bytes of scratch memory for T tokens                    cumoe/moe.h
  *   cumoe_moe_forward       per step: the whole layer on a stream                   cumoe/moe.h
  *   cumoe_router, _gate ... the stages one by one                                   cumoe/stages.h
+ *   cumoe_masked_forward    experts alone, rows as [E, capacity, H]                 cumoe/stages.h
  *   cumoe_ep_forward        the layer with its experts on several ranks             cumoe/ep.h
  *   cumoe_arenas_create     the memory that these ranks share                       cumoe/arenas.h
  *   cumoe_quantize_weights  weights of 8 or 4 bits (cumoe/format.h) out of others   cumoe/quantize.h

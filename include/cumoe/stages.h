@@ -171,7 +171,7 @@ typedef struct cumoe_variant_info {
   const char *op;   /* "router", "gate", "map_count", "map", "permute", "up", "down", "combine", "few_up", "few_down"
                        (inside cumoe_moe_forward alone), "quantize", "quantize_masked" (inside cumoe_masked_forward),
                        "encode_scales", "encode", "scan", "repack", "elementwise", "softmax", "norm"; the CPU device's
-                       "matmul" */
+                       "matmul"; and those of attention, training and backward */
   const char *name; /* the kernel's name, as profilers show it */
   int32_t usable;   /* 1 if this context can run it */
 
