@@ -500,12 +500,20 @@ static bool fills_in_put(const ep_round *r)
   return !on_cpu(g->context) && !g->shared && r->shape.capacity * g->shape.ranks <= FEW_TOKENS;
 }
 
+/* What the layers inside are given lies in the arena and the workspace, which were checked. On a GPU a look would cost
+ * the host about 1 us for each part of a layer; the CPU device, where tests go through all shapes, has it. */
+static bool is_checked(const ep_round *r)
+{
+  return !on_cpu(r->c->g->context);
+}
+
 /* Kernels are chosen by what all ranks know to come. */
 static layer_ends ends_of(const ep_round *r)
 {
   const group *g = r->c->g;
   const bool answers = answers_of(r) == EP_PACKETS && r->c->whole && !r->move.counts; /* those finish adds up */
-  return (layer_ends){.rank_tokens = most_of_round(r->c, r->number) * g->shape.ranks,
+  return (layer_ends){.checked = is_checked(r),
+                      .rank_tokens = most_of_round(r->c, r->number) * g->shape.ranks,
                       .filled = fills_in_put(r),
                       .returns = !on_cpu(g->context),
                       .few_row = answers ? g->few_row : 0};
@@ -690,7 +698,7 @@ static cumoe_status serve_own(const ep_round *r, uint32_t parts, int32_t spared)
 {
   if (!r->own) return CUMOE_OK;
   const cumoe_moe_args a = own_args(r);
-  layer_ends ends = {.parts = parts, .spared = spared};
+  layer_ends ends = {.checked = is_checked(r), .parts = parts, .spared = spared};
   return forward_between(r->c->g->shard, r->c->weights, &a, r->c->stream, &ends);
 }
 
