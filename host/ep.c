@@ -93,17 +93,18 @@ typedef struct ep_call {
   int64_t rounds;
 } ep_call;
 
-/* The arena is written by others at any time, and its messages are under way. */
+/* Which others write at any time, and whose messages are under way. */
+static named_view arena_of(const group *g)
+{
+  const uint64_t bytes = g->staged ? g->staging.bytes : g->at.bytes;
+  return (named_view){"the group's arena", cumoe_vector(g->arena, CUMOE_U8, (int64_t)bytes)};
+}
+
 static cumoe_status check_off_arena(const ep_call *c)
 {
   const cumoe_moe_args *a = &c->layer;
-  const uint64_t bytes = c->g->staged ? c->g->staging.bytes : c->g->at.bytes;
-  const cumoe_view arena = cumoe_vector(c->g->arena, CUMOE_U8, (int64_t)bytes);
-  const named_view views[] = {{"the group's arena", arena},
-                              LAYER_INPUTS(a),
-                              READ(a, residual),
-                              LAYER_OUTPUTS(a),
-                              {"args.placement", c->args.placement}};
+  const named_view views[] = {
+      arena_of(c->g), LAYER_INPUTS(a), READ(a, residual), LAYER_OUTPUTS(a), {"args.placement", c->args.placement}};
   return check_overlaps(views, 1, sizeof views / sizeof *views);
 }
 
@@ -126,6 +127,9 @@ static cumoe_status check_ep_layer(const ep_call *c)
   TRY(check_absent("args.expert_map", a.expert_map, "args.placement says where experts are"));
   a.expert_map = cumoe_vector(g->arena + g->at.every_expert, CUMOE_I32, g->shape.experts);
   TRY(check_layer_operands(&g->plan, c->weights, &a, &with));
+  const named_view arena = arena_of(g);
+  TRY(check_off_weights(&arena, 1, "weights", with.weights));
+  if (with.shared) TRY(check_off_weights(&arena, 1, "args.shared", with.shared));
   TRY(check_workspace_view(g->context, "args.workspace", cumoe_const(a.workspace), c->at.bytes));
   return check_layer_overlaps(&a, &with);
 }

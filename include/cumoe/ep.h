@@ -124,7 +124,7 @@ typedef struct cumoe_group_config {
 /*
  * Bytes of a rank's arena: exact, a pure function of the plan's shape, ranks, lanes, max_tokens and flags; rank,
  * arenas, comm and nccl are not looked at. About 4/3 lanes * ranks * C * (2 H element + 8 k), with EXACT (1 + k) H
- * instead of 2 H; by NCCL twice that.
+ * instead of 2 H; by NCCL twice that. On GPUs, with neither, lanes * ranks * min(C, 32) * (3.1 H element + 16 k) more.
  */
 CUMOE_CHECKED cumoe_status cumoe_ep_arena(cumoe_plan plan, const cumoe_group_config *config, size_t *bytes);
 
