@@ -1209,6 +1209,43 @@ static void test_near_cpu(cumoe_context context)
   CHECK_OK(cumoe_context_destroy(cpu));
 }
 
+/* Any feature, widths, form and wish together. */
+static layer_spec random_spec(rng *r, int32_t dtype, wish *w)
+{
+  int features = 0;
+  while (feature_name(features)) features++;
+  layer_spec s = feature_spec((int)rng_below(r, features), dtype, rng_below(r, 300), rng_next(r));
+  s.desc.hidden = 8 * (1 + (int32_t)rng_below(r, rng_below(r, 3) ? 24 : 70));
+  s.desc.inter = 8 * (1 + (int32_t)rng_below(r, rng_below(r, 3) ? 24 : 70));
+  if (s.desc.num_experts > 100) s.desc.num_experts = 24;
+  if (s.form.gate_order == CUMOE_GATE_UP_CONCAT) layer_random_form(r, &s);
+  w->dtype = rng_below(r, 2) ? CUMOE_F32 : dtype;
+  w->kept = rng_below(r, 2), w->accumulate = rng_below(r, 2), w->pointers = rng_below(r, 2);
+  w->own_form = rng_below(r, 2);
+  w->balance = rng_below(r, 2) ? .01f : 0, w->z = rng_below(r, 2) ? .001f : 0;
+  return s;
+}
+
+static void test_random(cumoe_context context)
+{
+  const seed_range seeds = test_seeds(getenv("SMALL") ? 6 : 60);
+  cumoe_context cpu = cpu_new();
+  for (int i = seeds.first; i < seeds.end; i++) {
+    rng r = {(uint64_t)i * 7 + 13};
+    wish w = {0};
+    const layer_spec s = random_spec(&r, case_dtypes[i % 3], &w);
+    case_begin("seed %d: %s, T %d E %d k %d H %d I %d, flags %u %u, kept %d", i,
+               cumoe_dtype_name((cumoe_dtype)s.desc.dtype), (int)s.tokens, s.desc.num_experts, s.desc.routing.top_k,
+               s.desc.hidden, s.desc.inter, s.desc.flags, s.desc.routing.flags, w.kept);
+    const layer_inputs in = layer_inputs_new(&s);
+    const tensor d_out = d_out_new(&s);
+    w.d_out = &d_out;
+    check_beside_cpu(context, cpu, &s, &in, &w, &w);
+    case_end();
+  }
+  CHECK_OK(cumoe_context_destroy(cpu));
+}
+
 /* Captured as the first call of all, replayed with other x, router and so other routes and counts. */
 static void test_graph(void)
 {
@@ -1603,6 +1640,7 @@ static const test_group groups[] = {
     GROUP("bit by bit as the CPU", test_whole_bits, ON_CUDA),
     GROUP("kernels of rows", test_product_rows, ON_CUDA),
     GROUP("near the CPU", test_near_cpu, ON_CUDA),
+    GROUP("at random", test_random, ON_CUDA),
     GROUP("kernels of gradients", test_gradient_rows, ON_CUDA),
     GROUP("kernels that keep", test_keep_rows, ON_CUDA),
     GROUP("kernels that draw", test_drawn_rows, ON_CUDA),

@@ -10,6 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "cases_format.h"
 #include "cases_layer.h"
 
 static const uint8_t poisons[] = {0xff, 0x3b};
@@ -180,7 +181,8 @@ static layer_spec random_spec(rng *r, cumoe_context context, int32_t dtype)
 static void sweep_random(cumoe_context context, int32_t dtype)
 {
   if (!group_begin("%s: random layers, %s", context_name(context), cumoe_dtype_name((cumoe_dtype)dtype))) return;
-  for (int i = 0; i < (on_device(context) ? 250 : 120); i++) {
+  const seed_range seeds = test_seeds(on_device(context) ? 250 : 120);
+  for (int i = seeds.first; i < seeds.end; i++) {
     rng r = {(uint64_t)i * 3 + (uint64_t)dtype};
     layer_spec s = random_spec(&r, context, dtype);
     case_begin("seed %d: T %" PRId64 " E %d k %d H %d I %d input %d score %d flags %u", i, s.tokens, s.desc.num_experts,
@@ -188,6 +190,49 @@ static void sweep_random(cumoe_context context, int32_t dtype)
     run_case(context, &s);
     case_end();
   }
+  group_end();
+}
+
+/* Some as wide as a model's, with fewer tokens. */
+static layer_spec random_format_spec(rng *r, cumoe_context context, int32_t dtype, const char **name)
+{
+  layer_spec s = random_spec(r, context, dtype);
+  const bool ungated = s.desc.flags & CUMOE_MOE_UNGATED;
+  const uint32_t flags = s.desc.flags;
+  int formats = 0;
+  cumoe_format f;
+  while (format_name(formats, &f)) formats++;
+  *name = format_name((int)rng_below(r, formats), &f);
+  if (on_device(context) && rng_below(r, 3) == 0) {
+    s.tokens = rng_below(r, 100), s.distinct = 0;
+    s.device_tokens = (int32_t)rng_below(r, s.tokens + 1);
+    s.desc.hidden = 64 * (1 + (int32_t)rng_below(r, 24)), s.desc.inter = 64 * (1 + (int32_t)rng_below(r, 24));
+  }
+  format_layer(&s, f, 1 + (int)rng_below(r, 3));
+  do {
+    s.desc.flags = flags;
+    format_random_form(r, &s);
+  } while ((s.form.gate_order == CUMOE_UNGATED) != ungated);
+  return s;
+}
+
+static void sweep_random_formats(cumoe_context context, int32_t dtype)
+{
+  if (dtype == CUMOE_F32) return;
+  if (!group_begin("%s: random formats, %s", context_name(context), cumoe_dtype_name((cumoe_dtype)dtype))) return;
+  const seed_range seeds = test_seeds(on_device(context) ? 120 : 60);
+  oracle_device = on_device(context) ? DEVICE_ANY : 0;
+  for (int i = seeds.first; i < seeds.end; i++) {
+    const char *name;
+    rng r = {(uint64_t)i * 5 + (uint64_t)dtype + 1000003};
+    layer_spec s = random_format_spec(&r, context, dtype, &name);
+    case_begin("seed %d: %s T %" PRId64 " E %d k %d H %d I %d input %d score %d flags %u %u", i, name, s.tokens,
+               s.desc.num_experts, s.desc.routing.top_k, s.desc.hidden, s.desc.inter, s.input, s.desc.routing.score,
+               s.desc.routing.flags, s.desc.flags);
+    run_case(context, &s);
+    case_end();
+  }
+  oracle_device = 0;
   group_end();
 }
 
@@ -727,6 +772,7 @@ static void run_type(cumoe_context context, int32_t dtype, rng *r)
   sweep_tokens(context, dtype, r);
   sweep_experts(context, dtype, r);
   sweep_random(context, dtype);
+  sweep_random_formats(context, dtype);
   sweep_relations(context, dtype, r);
   sweep_hostile(context, dtype);
   sweep_models(context, dtype);
