@@ -2623,6 +2623,20 @@ static const struct {
                  PLACED(out),  PLACED(ids_out),   PLACED(weights_out),   PLACED(device_tokens), PLACED(counts_out),
                  PLACED(load), PLACED(workspace), PLACED(placement)};
 
+/* And weights: down's of all experts. */
+static void bad_weights(const rank *r, const cumoe_ep_args *e)
+{
+  int32_t held[MOST_EXPERTS];
+  cumoe_weights inside = NULL;
+  world w = *r->w;
+  for (int32_t i = 0; i < w.experts; i++) held[i] = i;
+  w.down.data = (unsigned char *)r->arena + 1024;
+  CHECK_OK(bind(&w, r->context, held, w.experts, &inside));
+  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_ep_forward(r->group, inside, e, NULL));
+  CHECK_TEXT("the group's arena overlaps weights: down");
+  CHECK_OK(cumoe_weights_destroy(inside));
+}
+
 static void bad_forward(rank *r)
 {
   const world *w = r->w;
@@ -2667,6 +2681,7 @@ static void bad_forward(rank *r)
     CHECK_TEXT(misplaced[i].name);
   }
   a = right, e = right_e;
+  bad_weights(r, &e);
   CHECK_OK(cumoe_ep_forward(r->group, r->weights, &e, NULL));
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_ep_forward(NULL, r->weights, &e, NULL));
   bad_order(r, &e);
