@@ -167,7 +167,8 @@ static void split_halves(weight_gradient_args *g, const struct weights *w, const
 
 /* Gradients of down, of its biases, and of gate and up. On CUDA the rows of x and h carry the pair's weight already, so
  * the products there need none (weighs: on the CPU alone). */
-static cumoe_status backward_weights(const backward *b, const expert_rows *e, const row_matrix *d_out, bool copied)
+static cumoe_status backward_weights(const backward *b, const expert_rows *e, const row_matrix *d_out, bool copied,
+                                     bool counted)
 {
   const int32_t halves = e->w->gated ? 2 : 1, dtype = b->p.plan->desc.dtype;
   const bool cpu = on_cpu(b->p.context);
@@ -206,6 +207,12 @@ static cumoe_status backward_weights(const backward *b, const expert_rows *e, co
   split_halves(&up, e->w, e->d);
   TRY(in_row_order(b, &copy, copied, &x));
   up.b = x;
+  down.beside = copied && (up.d.base[0] || up.d.table[0]); /* it has no need of that gradient */
+  if (counted) {                                           /* d h says when its rows are there */
+    up.beside = 1;
+    up.d_h = tickets_of(b, TICKETS_OF_D_H);
+    up.d_h_octets = e->w->inter / 8;
+  }
   TRY(add_up_rows(b->p.context, &bias, b->p.stream));
   TRY(add_up_rows(b->p.context, &up, b->p.stream));
   return add_up_rows(b->p.context, &down, b->p.stream); /* the last: see backward_rows */
@@ -262,7 +269,7 @@ static cumoe_status backward_experts(const backward *b, const expert_rows *e)
   bool copied = false, activated = false;
   TRY(in_row_order(b, &copy, false, &d_out));
   TRY(backward_activation(b, e, &d_out, &copied, &activated));
-  if (e->d) TRY(backward_weights(b, e, &d_out, copied));
+  if (e->d) TRY(backward_weights(b, e, &d_out, copied, copied && activated));
   return backward_rows(b, e, activated);
 }
 

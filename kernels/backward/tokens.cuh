@@ -56,7 +56,8 @@ template <int THREADS> DEVICE void any_pad(const pad_args &p)
       p.offsets[e] = smem.begin[e];
       if (e < p.map.experts) p.counts[e] = smem.count[e];
     }
-  if (p.tickets && i < TICKET_WORDS) p.tickets[i] = 0;
+  for (int64_t word = i; p.tickets && word < TICKET_WORDS(p.map.experts); word += (int64_t)gridDim.x * THREADS)
+    p.tickets[word] = 0;
   if (i < smem.begin[p.map.experts]) {
     const int e = expert_of_row(smem.begin, p.map.experts, i);
     const int64_t at = i - smem.begin[e];

@@ -1,10 +1,12 @@
 /*
- * Rows that a later kernel wants in padded order, copied by warps that are idle while others multiply. Nobody waits for
- * them before the grid ends, so tickets are all the order there is. A token is read once, and written to all its rows.
+ * Rows that a later kernel wants in padded order, copied by warps that are idle while others multiply. Tickets are all
+ * the order there is; what is made is counted, for one that does not wait for this grid's end. A token is read once, and
+ * written to all its rows.
  */
 #ifndef CUMOE_COPY_BESIDE_CUH
 #define CUMOE_COPY_BESIDE_CUH
 
+#include "backward.h"
 #include "device/ptx_sm90.cuh"
 
 struct beside_row {
@@ -79,12 +81,16 @@ DEVICE void copy_beside(const copy_beside_args &c)
     if (lane_id() == 0) ticket = atomicAdd(c.tickets, 1);
     const int64_t first = (int64_t)__shfl_sync(ALL_LANES, ticket, 0) * TICKET;
     if (first >= units) return;
+    const int64_t last = min(first + TICKET, units);
 #pragma unroll 1
-    for (int64_t unit = first; unit < min(first + TICKET, units); unit++)
+    for (int64_t unit = first; unit < last; unit++)
       if (unit < tokens)
         copy_token_beside(c, unit, end);
       else
         clear_block_beside(c, unit - tokens, end);
+    __threadfence();
+    __syncwarp();
+    if (lane_id() == 0) add_release(c.tickets + (D_H_COPIED - PROGRESS_COPY_TICKETS), (int32_t)(last - first));
   }
 }
 

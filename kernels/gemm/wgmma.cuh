@@ -669,6 +669,7 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
       const int consumer = (int)tid_x() / S::GROUP - 1;
       store_activated<S>(activated_of<S>(args), smem, at, stored, consumer,
                          {(stored.n * S::CONSUMERS + consumer) * (S::COLUMNS / S::CONSUMERS), args.g.n}, acc);
+      if (args.g.protocol.by_expert) add_activated_stored<S>(args.g, smem.units[slot], consumer);
     } else if constexpr (S::KEEPS) {
       store_kept<S>(args, smem.staging, unit, group, {channel0, args.g.n}, acc);
     } else {
