@@ -36,8 +36,9 @@ typedef struct expert_rows {
   rows_layout at;
   float *d_pairs; /* out: gradients of the pairs' weights */
   int64_t d_pairs_ld;
-  bool weighs_h, weighs_x; /* the pair's weight multiplies h, or x, or (neither) nothing */
-  bool sigmoid;            /* the weight is sigmoid(logit): d_pairs are gradients of the logits */
+  bool weighs_h, weighs_x;   /* the pair's weight multiplies h, or x, or (neither) nothing */
+  bool sigmoid;              /* the weight is sigmoid(logit): d_pairs are gradients of the logits */
+  pair_gradient_args *later; /* NULL, or where the arguments go instead: the gate's kernel has d_pairs made */
 } expert_rows;
 
 static bool accumulates(const backward *b)
@@ -259,6 +260,10 @@ static cumoe_status backward_rows(const backward *b, const expert_rows *e, bool 
    * where x's copy is: its last units and the first ones of d x may run side by side. */
   const drawn_work work = {.tickets = tickets_of(b, TICKETS_OF_D_ROWS), .beside = e->d != NULL};
   TRY(multiply_rows(b->p.context, &d_rows, e->padded ? &work : NULL, b->p.stream));
+  if (e->later) {
+    *e->later = pairs;
+    return CUMOE_OK;
+  }
   return dispatch(b->p.context, OP_pair_gradient, &pairs, b->p.stream);
 }
 
@@ -280,7 +285,7 @@ static cumoe_view d_pairs_of(const backward *b)
   return own.data ? cumoe_const(own) : small_region(b->scratch, b->at.d_weights, CUMOE_F32, tokens, k);
 }
 
-static cumoe_status backward_routed(const backward *b)
+static cumoe_status backward_routed(const backward *b, pair_gradient_args *later)
 {
   const pass *p = &b->p;
   const cumoe_view d_pairs = d_pairs_of(b);
@@ -296,7 +301,8 @@ static cumoe_status backward_routed(const backward *b)
                          .d_pairs = (float *)(uintptr_t)d_pairs.data,
                          .d_pairs_ld = d_pairs.ld,
                          .weighs_h = !weighs_input(p) && !is_unreduced(p),
-                         .weighs_x = weighs_input(p)};
+                         .weighs_x = weighs_input(p),
+                         .later = later};
   TRY(pad(b, &e.map));
   return backward_experts(b, &e);
 }
@@ -375,7 +381,7 @@ static cumoe_view d_logits_of(const backward *b)
   return own.data ? cumoe_const(own) : small_region(b->scratch, b->at.d_logits, CUMOE_F32, b->p.tokens.count, experts);
 }
 
-static cumoe_status backward_gate(const backward *b)
+static cumoe_status backward_gate(const backward *b, const pair_gradient_args *pairs)
 {
   const pass *p = &b->p;
   const cumoe_moe_grads *g = b->grads;
@@ -398,6 +404,11 @@ static cumoe_status backward_gate(const backward *b)
   a.g.given = p->ids.data;
   a.g.ids_ld = p->ids.ld;
   a.g.ids_dtype = p->ids.dtype;
+  if (pairs) {
+    a.pairs = *pairs;
+    a.has_pairs = 1;
+    a.beside = !pairs->on_input;
+  }
   return run_gate_backward(p->context, &a, p->stream);
 }
 
@@ -544,10 +555,11 @@ static cumoe_status run_backward(const backward *b)
   const cumoe_moe_grads *g = b->grads;
   const cumoe_view none = {0};
   const cumoe_view_mut nothing = {0};
+  pair_gradient_args pairs, *later = wants_gate(b) && !on_cpu(p->context) ? &pairs : NULL;
   if (absent(&g->kept)) TRY(keep_forward(p, NULL, NULL));
-  TRY(backward_routed(b));
+  TRY(backward_routed(b, later));
   if (p->shared) TRY(backward_shared(b));
-  if (wants_gate(b)) TRY(backward_gate(b));
+  if (wants_gate(b)) TRY(backward_gate(b, later));
   if (wants_gate(b) && p->args->router_weight.data) TRY(backward_router(b));
   if (g->d_shared_gate.data)
     TRY(add_tokens(b, rows_of(region(b->scratch, b->at.d_shared_weight), 1, DT_F32), 1, p->args->x, g->d_shared_gate,

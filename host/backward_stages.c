@@ -90,10 +90,12 @@ static cumoe_status check_gate_backward(struct context *context, const cumoe_gat
 
 cumoe_status run_gate_backward(struct context *context, const gate_backward_args *a, cumoe_stream stream)
 {
-  if (a->balance != 0) TRY(dispatch(context, OP_gate_count, a, stream));
-  TRY(dispatch(context, OP_gate_backward, a, stream));
-  if (a->d_expert_scale) TRY(dispatch(context, OP_gate_scale, a, stream));
-  return a->losses ? dispatch(context, OP_gate_loss, a, stream) : CUMOE_OK;
+  gate_backward_args rest = *a;
+  rest.beside = 0;
+  if (a->balance != 0) TRY(dispatch(context, OP_gate_count, &rest, stream));
+  TRY(dispatch(context, OP_gate_backward, a->balance != 0 ? &rest : a, stream));
+  if (a->d_expert_scale) TRY(dispatch(context, OP_gate_scale, &rest, stream));
+  return a->losses ? dispatch(context, OP_gate_loss, &rest, stream) : CUMOE_OK;
 }
 
 cumoe_status cumoe_gate_backward(cumoe_context handle, const cumoe_gate_backward_args *args, cumoe_stream stream)

@@ -242,6 +242,8 @@ typedef struct gate_backward_args {
   float *d_expert_scale; /* [E] or NULL */
   float *losses;         /* [2] or NULL */
   int32_t accumulates;   /* onto d_expert_scale */
+  int32_t has_pairs, beside;
+  pair_gradient_args pairs;
 } gate_backward_args;
 
 #endif

@@ -8,7 +8,7 @@
 
 #include <float.h>
 
-#include "backward/rows.cuh"
+#include "backward/tokens.cuh"
 #include "score.h"
 #include "train/sums.cuh"
 
@@ -278,7 +278,8 @@ template <int THREADS, int COLUMNS> DEVICE void any_gate_backward(const gate_bac
   double loss[2] = {0, 0};
   check_token_count(a.g.tokens, a.g.fault);
   if (token >= tokens) return;
-  load_token<THREADS>(a.g, token, t, slot);
+  if (a.has_pairs && warp_id() == 0) gradient_of_pairs(a.pairs, token * a.g.top_k + lane_id(), lane_id() < a.g.top_k);
+  load_token<THREADS>(a.g, token, t, slot); /* a barrier */
   if (a.d_weights) gradient_of_weights<THREADS>(a, token, t, slot);
   if (a.balance != 0) loss[0] = gradient_of_balance<THREADS>(a, t, (double)tokens);
   if (a.z != 0) loss[1] = gradient_of_z<THREADS>(a, t, (double)tokens);
