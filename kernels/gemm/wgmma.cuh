@@ -44,7 +44,7 @@ struct wgmma_shape : pipeline_shape<PRODUCT, BM, BN, BK, STAGES, WARPS> {
   static constexpr int HELPERS = 0;    /* warps of producers that arrive at a stage's `full`, too */
   /* Units are found two ahead instead of one (find_units). */
   static constexpr bool FINDS_TWO =
-      wgmma_shape::BITS == 16 && !wgmma_shape::N_MAJOR && !PRODUCT::KEEPS && !PRODUCT::DRAWS;
+      wgmma_shape::BITS == 16 && !wgmma_shape::N_MAJOR && !PRODUCT::KEEPS && GATHERED;
   static constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 56; /* 384 threads start with 168 each */
 
   /* Gathering: 8 threads copy the 128 bytes of a row. */
