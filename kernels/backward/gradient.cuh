@@ -47,7 +47,6 @@ struct gradient_grid {
   int32_t p_all, q_all;         /* tiles of all halves */
   bool across;                  /* q are outputs and p inputs; else the other way round */
   bool share_p;                 /* the two tiles are neighbours along q, and share p; else the other way round */
-  bool alone;                   /* the grids ahead have ended */
   int32_t tall, wide;           /* units along p, along q */
   int32_t experts_on, units_on; /* steps from a cluster's unit to its next one */
   int32_t turn;                 /* experts_on, less whole turns of an expert's units */
@@ -177,17 +176,23 @@ template <class S> DEVICE int32_t boxes_of_q(const gradient_grid &m, const gradi
   return min(ceil_div(m.q - q.first, (int)S::BLOCK), (int)S::Q_BOXES);
 }
 
-/* Until what an expert's rows have of a d h that may still run is there, for bulk copies; by a whole warp. d h goes from
- * expert to expert, so most of them are long there, and x's copy is. */
-template <class S> DEVICE void wait_for_expert(const weight_gradient_args &g, int expert)
+/* ---- of a d h that may still run, by a whole warp, for bulk copies ---- */
+
+/* Until x's copy is made. */
+DEVICE void wait_for_copy(const weight_gradient_args &g)
 {
   const row_map &map = g.map;
-  const int64_t count = max(load_relaxed(map.counts + expert), 0),
-                end = min((int64_t)max(load_relaxed(map.offsets + map.experts), 0), map.rows_cap);
-  const uint32_t copied = (uint32_t)(token_total(map.tokens) + ceil_div(end, (int64_t)ROW_STEP));
-  while ((uint32_t)load_acquire(g.d_h + D_H_COPIED) != copied) {
+  const int64_t end = min((int64_t)max(load_relaxed(map.offsets + map.experts), 0), map.rows_cap);
+  const uint32_t units = (uint32_t)(token_total(map.tokens) + ceil_div(end, (int64_t)ROW_STEP));
+  while ((uint32_t)load_acquire(g.d_h + D_H_COPIED) != units) {
   }
-  while ((uint32_t)load_acquire(g.d_h + D_H_STORED + expert) != (uint32_t)count * (uint32_t)g.d_h_octets) {
+}
+
+/* Until an expert's rows of h and d z are there. d h goes from expert to expert, so most of them are long there. */
+DEVICE void wait_for_expert(const weight_gradient_args &g, int expert)
+{
+  const uint32_t octets = (uint32_t)max(load_relaxed(g.map.counts + expert), 0) * (uint32_t)g.d_h_octets;
+  while ((uint32_t)load_acquire(g.d_h + D_H_STORED + expert) != octets) {
   }
   fence_proxy_async_global();
 }
@@ -197,7 +202,7 @@ DEVICE void produce_gradient(const weight_gradient_sm90_args &args, gradient_sme
 {
   const gradient_grid &m = smem.grid;
   pipeline_state<S::STAGES> at;
-  bool alone = !args.g.d_h;
+  if (args.g.d_h) wait_for_copy(args.g);
 #pragma unroll 1
   for (auto cursor = gradient_cursor::first<S>(m); cursor.expert < args.g.map.experts; cursor.advance(m)) {
     const gradient_tile tile = cursor.tile(m);
@@ -205,13 +210,7 @@ DEVICE void produce_gradient(const weight_gradient_sm90_args &args, gradient_sme
     const int32_t steps = rows.steps(), boxes = boxes_of_q<S>(m, tile);
     const int32_t p = column_of_tile(args.g, !m.across, tile.p, m.p_tiles, S::BM),
                   q = column_of_tile(args.g, m.across, tile.q, m.q_tiles, S::BN);
-    if (!alone && steps) {
-      alone = *static_cast<const volatile bool *>(&m.alone);
-      if (alone)
-        fence_proxy_async_global();
-      else
-        wait_for_expert<S>(args.g, cursor.expert);
-    }
+    if (args.g.d_h && steps) wait_for_expert(args.g, cursor.expert);
 #pragma unroll 1
     for (int32_t step = 0; step < steps; step++, at.advance()) {
       wait_for(&smem.empty[at.stage], at.phase ^ 1);
@@ -435,7 +434,6 @@ template <class S> DEVICE void gradient_gemm(const weight_gradient_sm90_args &ar
 {
   if (threadIdx.x == 0) {
     smem.grid = gradient_grid_of<S>(args.g);
-    smem.grid.alone = false;
     prefetch_tensormap(args.p);
     prefetch_tensormap(args.q);
     prefetch_tensormap(args.d);
@@ -460,8 +458,6 @@ template <class S> DEVICE void gradient_gemm(const weight_gradient_sm90_args &ar
         produce_gradient<S, false>(args, smem);
     } else if (warp_id() == 1) {
       wait_for_earlier_grids(); /* if not yet: whoever waits for this grid, or starts beside it, counts on that */
-      __threadfence_block();
-      *static_cast<volatile bool *>(&smem.grid.alone) = true;
     }
   } else {
     setmaxnreg_inc<S::CONSUMER_REGISTERS>();

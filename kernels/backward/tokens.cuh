@@ -274,11 +274,19 @@ template <class T> struct fetched_packet {
   }
 };
 
-/* Experts' rows, four in flight: none of their loads waits for another. Then what identity experts are given. */
+/* Experts' rows, eight or four in flight: none of their loads waits for another. Then what identity experts are given. */
 template <class T>
 DEVICE void add_slots(const gather_args &a, const gathered &g, int64_t token, int i, float (&sum)[PACKET])
 {
   int j = 0;
+  if constexpr (sizeof(T) == 2)
+    for (; j + 8 <= a.map.top_k; j += 8) {
+      const fetched_packet<T> value[8] = {{a, g.row[j], i},     {a, g.row[j + 1], i}, {a, g.row[j + 2], i},
+                                          {a, g.row[j + 3], i}, {a, g.row[j + 4], i}, {a, g.row[j + 5], i},
+                                          {a, g.row[j + 6], i}, {a, g.row[j + 7], i}};
+#pragma unroll
+      for (int c = 0; c < 8; c++) value[c].add(sum, g.row[j + c] >= 0 ? g.factor[j + c] : 0.f);
+    }
   for (; j + 4 <= a.map.top_k; j += 4) {
     const fetched_packet<T> value[4] = {
         {a, g.row[j], i}, {a, g.row[j + 1], i}, {a, g.row[j + 2], i}, {a, g.row[j + 3], i}};
