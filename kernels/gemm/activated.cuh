@@ -217,14 +217,12 @@ DEVICE void store_activated_as(const down_activated_args &args, pipeline_smem<S>
   }
 }
 
-/* Counts it as stored, by octets of channels. */
+/* Counts it as stored, by octets of channels; by one thread, after a barrier behind the stores. */
 template <class S> DEVICE void add_activated_stored(const gemm_args &args, const tile_unit &unit, int group)
 {
   constexpr int EACH = S::COLUMNS / S::CONSUMERS;
   const int channels = min(args.n - (unit.n * S::CONSUMERS + group) * EACH, EACH);
-  bar_sync(1 + group, S::GROUP);
-  if (threadIdx.x % S::GROUP == 0)
-    add_release(args.protocol.progress + D_H_STORED + unit.expert, unit.rows * (channels / 8));
+  add_release(args.protocol.progress + D_H_STORED + unit.expert, unit.rows * (channels / 8));
 }
 
 /* A consumer's part of a tile. */

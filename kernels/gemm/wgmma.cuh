@@ -42,9 +42,9 @@ struct wgmma_shape : pipeline_shape<PRODUCT, BM, BN, BK, STAGES, WARPS> {
       same_type<typename PRODUCT::X, e4m3> ? PRODUCT::EPILOGUE == EPILOGUE_activation ? 2 : 4 : 1;
   static constexpr bool WOVEN = false; /* rows are put into another order in their stages (gemm/packed.cuh) */
   static constexpr int HELPERS = 0;    /* warps of producers that arrive at a stage's `full`, too */
-  /* Units are found two ahead instead of one (find_units). */
-  static constexpr bool FINDS_TWO =
-      wgmma_shape::BITS == 16 && !wgmma_shape::N_MAJOR && !PRODUCT::KEEPS && GATHERED;
+  /* A consumer counts a tile as stored while the next one's first products are under way: its release waits for what is
+   * stored. */
+  static constexpr bool TELLS_LATER = !wgmma_shape::SCALED && !wgmma_shape::PACKED && (GATHERED || PRODUCT::ACTIVATES);
   static constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 56; /* 384 threads start with 168 each */
 
   /* Gathering: 8 threads copy the 128 bytes of a row. */
@@ -491,37 +491,11 @@ template <class S, bool GATHERING> DEVICE void produce_units(const gemm_sm90_arg
 }
 
 /* What a unit takes before its first copy can be asked for is longer than a stage: a search and divisions, rows that
- * are asked for, fences. So one warp finds units and waits for what they read, while another copies their stages. */
-template <class S> DEVICE void find_units_two_ahead(const gemm_sm90_args &args, wgmma_smem<S> &smem)
-{
-  const int32_t copied = copies<S>(args.g) ? rows_to_copy(args.g) : 0;
-  uint32_t taken = 1;
-#pragma unroll 1
-  for (unit_scheduler<S> scheduler;; scheduler.advance(args.g, smem)) {
-    const cluster_unit unit = wgmma_unit<S>(args.g, smem.table, scheduler.index);
-    if (unit.tile.expert >= 0) {
-      scheduler.draw(args.g, smem);
-      if (unit.absent) continue;
-      wait_for_operands<S>(args.g, smem.table, unit.tile, copied);
-    }
-    wait_for(&smem.found_taken, taken);
-    taken ^= 1;
-    __syncwarp(); /* no lane still waits for the phase that the next unit ends */
-    if (lane_id() == 0) {
-      smem.found = unit;
-      mbarrier_arrive(&smem.found_ready);
-    }
-    __syncwarp();
-    if (unit.tile.expert < 0) return;
-  }
-}
-
-/* Training's products: a cluster that has drawn more than one ahead has units in hand when others are through, and what
- * is not there yet is asked for again and again. The forward's, by K-major weights, are quicker two ahead: mixtral's
- * layer of 2048 tokens by 1 to 2 %. */
+ * are asked for, fences. So one warp finds units and waits for what they read, while another copies their stages. Never
+ * more than one ahead: a cluster that has drawn more has units in hand when others are through, and what is not there
+ * yet is asked for again and again. */
 template <class S> DEVICE void find_units(const gemm_sm90_args &args, wgmma_smem<S> &smem)
 {
-  if constexpr (S::FINDS_TWO) return find_units_two_ahead<S>(args, smem);
   const int32_t copied = copies<S>(args.g) ? rows_to_copy(args.g) : 0;
   unit_scheduler<S> scheduler;
   cluster_unit unit = scheduler.present(args.g, smem);
@@ -619,6 +593,18 @@ DEVICE void consume_tokens(const gemm_sm90_args &args, wgmma_smem<S> &smem, pipe
     add_tile_stored<S>(args.g, smem.units[slot], (int)tid_x() / S::GROUP - 1, true);
 }
 
+/* The same of the unit at `slot`, if there is one, by the group. */
+template <class S> DEVICE void tell_stored(const gemm_args &args, const wgmma_smem<S> &smem, int slot, int group)
+{
+  if (slot < 0) return;
+  if constexpr (S::ACTIVATES) {
+    bar_sync(1 + group, S::GROUP);
+    if (threadIdx.x % S::GROUP == 0) add_activated_stored<S>(args, smem.units[slot], group);
+  } else {
+    add_tile_stored<S>(args, smem.units[slot], group, false);
+  }
+}
+
 /* What a consumer keeps from unit to unit. */
 template <class S, bool WOVEN> struct scales_ahead_of {
 };
@@ -630,6 +616,7 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
   const int own = threadIdx.x / S::GROUP - 1;
   pipeline_state<S::STAGES> at;
   scales_ahead_of<S, S::WOVEN> scales;
+  int stored = -1; /* TELLS_LATER: the unit that is not told of yet */
 #pragma unroll 1
   for (int slot = 0;; slot = (slot + 1) % UNITS_AHEAD) {
     wait_for(&smem.full[at.stage], at.phase);
@@ -645,6 +632,7 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
     }
     const int channels = wgmma_channels<S>(args.g), channel0 = unit.n * channels + group * (channels / S::CONSUMERS);
     if (channel0 >= args.g.n) {
+      if constexpr (S::TELLS_LATER) tell_stored<S>(args.g, smem, stored, group), stored = -1;
       if constexpr (S::WOVEN) scales.skip_unit();
       skip<S>(args.g, smem, at);
       continue;
@@ -654,6 +642,8 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
       multiply_woven<S>(args, smem, at, slot, scales, acc);
     else if constexpr (S::PACKED)
       multiply_packed<S>(args, smem, at, slot, acc);
+    else if constexpr (S::TELLS_LATER)
+      multiply<S, S::BM>(args.g, smem, at, group, unit.rows, acc, [&] { tell_stored<S>(args.g, smem, stored, group); });
     else {
       if (token_tile<S>::SERVED) kept_word<S>(smem) = slot;
       multiply_unit<S>(args.g, args.up_first, smem, at, group, unit, channel0, acc);
@@ -669,15 +659,17 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
       const int consumer = (int)tid_x() / S::GROUP - 1;
       store_activated<S>(activated_of<S>(args), smem, at, stored, consumer,
                          {(stored.n * S::CONSUMERS + consumer) * (S::COLUMNS / S::CONSUMERS), args.g.n}, acc);
-      if (args.g.protocol.by_expert) add_activated_stored<S>(args.g, smem.units[slot], consumer);
     } else if constexpr (S::KEEPS) {
       store_kept<S>(args, smem.staging, unit, group, {channel0, args.g.n}, acc);
     } else {
       store_tile<S>(args.g, args.up_first, smem.staging, unit, group, {channel0, args.g.n}, acc);
     }
-    if (S::GATHERED && args.g.protocol.by_expert)
+    if constexpr (S::TELLS_LATER)
+      stored = args.g.protocol.by_expert ? slot : -1;
+    else if (S::GATHERED && args.g.protocol.by_expert)
       add_tile_stored<S>(args.g, smem.units[slot], S::PACKED ? (int)tid_x() / S::GROUP - 1 : group, false);
   }
+  if constexpr (S::TELLS_LATER) tell_stored<S>(args.g, smem, stored, own);
 }
 
 template <class S>
