@@ -238,7 +238,7 @@ static void activate(down_activated_args *d, const drawn_work *work)
   d->d_z[up_first] = act->d_z;
   d->d_z[!up_first] = (char *)act->d_z + half;
   gemm->z_ld = 2 * (int64_t)act->inter;
-  gemm->g.protocol.by_expert = beside->to != NULL;
+  gemm->g.protocol.by_expert = work->counts && beside->to;
   d->z_offsets = work->z_offsets;
   d->row_weight = work->row_weight;
   d->along = work->parts;

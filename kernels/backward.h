@@ -227,6 +227,8 @@ typedef struct gather_args {
  *   balance * E * sum_e f_e P_e    f_e: the part of all slots that chose e; P_e: the mean of p_e over tokens
  *   z * mean of log(sum_e exp(l_e))^2
  * gate_count: unit: a column e; gate_backward: a token; gate_scale: a column; gate_loss: 1.
+ * gate_backward makes d_weights as well, a token's by a warp, if has_pairs: a launch less. beside: as of a gradient of
+ * weights.
  */
 typedef struct gate_backward_args {
   gate_args g;
@@ -236,13 +238,13 @@ typedef struct gate_backward_args {
   int64_t d_weights_ld, d_logits_ld;
   float parts_scale;
   float balance, z;
-  int64_t *count;        /* [E]: slots of each expert */
-  double *token_loss;    /* [T, 2]: what each token adds */
-  double *pair_scale;    /* [T, k]: what each pair adds to d_expert_scale */
-  float *d_expert_scale; /* [E] or NULL */
-  float *losses;         /* [2] or NULL */
-  int32_t accumulates;   /* onto d_expert_scale */
-  int32_t has_pairs, beside;
+  int64_t *count;            /* [E]: slots of each expert */
+  double *token_loss;        /* [T, 2]: what each token adds */
+  double *pair_scale;        /* [T, k]: what each pair adds to d_expert_scale */
+  float *d_expert_scale;     /* [E] or NULL */
+  float *losses;             /* [2] or NULL */
+  int32_t accumulates;       /* onto d_expert_scale */
+  int32_t beside, has_pairs; /* CUDA only */
   pair_gradient_args pairs;
 } gate_backward_args;
 

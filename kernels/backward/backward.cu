@@ -3,6 +3,16 @@
 #include "backward/products.cuh"
 #include "backward/tokens.cuh"
 
+/* Whether a kernel begins beside the grid ahead. One of its CTAs waits for that in the end, as others count on it. */
+template <class A> DEVICE bool begins_beside(const A &)
+{
+  return false;
+}
+DEVICE bool begins_beside(const gate_backward_args &a)
+{
+  return a.beside;
+}
+
 #define ROWS_backward
 #define BODY(op, UNITS, COLUMNS, THREADS)         any_##op<THREADS>(a)
 #define BODY_UNITS(op, UNITS, COLUMNS, THREADS)   any_##op<THREADS, UNITS>(a)
@@ -37,16 +47,6 @@
 #define ARGUMENTS_gate_backward                   gate_backward_args
 #define ARGUMENTS_gate_scale                      gate_backward_args
 #define ARGUMENTS_gate_loss                       gate_backward_args
-/* Whether a kernel begins beside the grid ahead. One of its CTAs waits for that at the end. */
-template <class A> DEVICE bool begins_beside(const A &)
-{
-  return false;
-}
-DEVICE bool begins_beside(const gate_backward_args &a)
-{
-  return a.beside;
-}
-
 #define KERNEL(op, arch, form, X, Y, UNITS, COLUMNS, LANES, WARPS, CTAS, body)                                         \
   extern "C" __global__ void __launch_bounds__((WARPS)*WARP_SIZE, CTAS)                                                \
       UNTILED_NAME(op, arch, form, X, Y, UNITS, COLUMNS, LANES)(const __grid_constant__ ARGUMENTS_##op a)              \

@@ -274,7 +274,7 @@ template <class T> struct fetched_packet {
   }
 };
 
-/* Experts' rows, eight or four in flight: none of their loads waits for another. Then what identity experts are given. */
+/* Experts' rows, eight or four in flight, so that no load waits for another. Then what identity experts are given. */
 template <class T>
 DEVICE void add_slots(const gather_args &a, const gathered &g, int64_t token, int i, float (&sum)[PACKET])
 {

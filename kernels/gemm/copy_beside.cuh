@@ -1,6 +1,6 @@
 /*
  * Rows that a later kernel wants in padded order, copied by warps that are idle while others multiply. Tickets are all
- * the order there is; what is made is counted, for one that does not wait for this grid's end. A token is read once, and
+ * the order there is, and what is made is counted, for who does not wait for this grid's end. A token is read once, and
  * written to all its rows.
  */
 #ifndef CUMOE_COPY_BESIDE_CUH

@@ -44,7 +44,7 @@ struct wgmma_shape : pipeline_shape<PRODUCT, BM, BN, BK, STAGES, WARPS> {
   static constexpr int HELPERS = 0;    /* warps of producers that arrive at a stage's `full`, too */
   /* A consumer counts a tile as stored while the next one's first products are under way: its release waits for what is
    * stored. */
-  static constexpr bool TELLS_LATER = PRODUCT::ACTIVATES;
+  static constexpr bool TELLS_LATER = PRODUCT::ACTIVATES || PRODUCT::KEEPS;
   static constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 56; /* 384 threads start with 168 each */
 
   /* Gathering: 8 threads copy the 128 bytes of a row. */
