@@ -400,6 +400,17 @@ static void check_exact(const world *w, const tensor *out)
   check_same("out", out, &want);
 }
 
+/* It may have no expert but one that nobody asks it for. */
+static bool serves(const world *w, int32_t rank)
+{
+  bool any = false;
+  for (int64_t i = 0; i < w->placement.rows * w->placement.cols; i++) {
+    const int32_t place = (int32_t)tensor_get(&w->placement, i / w->placement.cols, i % w->placement.cols);
+    any |= place >= 0 && place >> 16 == rank;
+  }
+  return any;
+}
+
 /* The ranks' sums, each rounded, added up in their order: on the CPU to the bit, on a GPU in f32. */
 static void check_sums(const world *w, const tensor *out)
 {
@@ -407,7 +418,7 @@ static void check_sums(const world *w, const tensor *out)
   double *sum = scratch((size_t)count, sizeof *sum), *error = scratch((size_t)count, sizeof *error);
   int64_t outside = 0;
   for (int32_t r = 0; r < w->ranks; r++) {
-    if (lost(w, r)) continue;
+    if (lost(w, r) || !serves(w, r)) continue;
     const tensor part = whole_layer(w, w->held[r], w->local[r], true);
     for (int64_t i = 0; i < count; i++) {
       const double term = tensor_get(&part, i / w->hidden, i % w->hidden);
@@ -787,6 +798,7 @@ static cumoe_status replay(rank *r, int32_t lane)
   for (int i = 0; status == CUMOE_OK && i < CALLS; i++) status = record(r, lane, i, &graphs[i]);
   pthread_barrier_wait(&recorded);
   status = replay_all(r, lane, status, graphs);
+  pthread_barrier_wait(&recorded); /* destroying one may wait for a GPU, where others spin */
   for (int i = 0; i < CALLS; i++) CUMOE_IGNORE(cumoe_graph_destroy(r->context, graphs[i]));
   return status;
 }
@@ -2066,6 +2078,77 @@ static void many_on_gpus(bool own)
   if (!emulated()) run_world(&w, false);
 }
 
+/* What the ranks' sums, by which check_sums goes, would have too often, or not at all. */
+static void randomise_exact(rng *r, world *w)
+{
+  w->shared = rng_below(r, 2), w->ungated = w->shared && rng_below(r, 2);
+  w->keeps = !w->routed && rng_below(r, 3) == 0;
+  w->bias_row = w->residual && rng_below(r, 3) == 0;
+  w->spread = (spread)rng_below(r, w->ranks > 1 ? 4 : 3);
+  w->moves = w->spread == TWICE && w->routed && rng_below(r, 2);
+  w->odd_ids = w->routed && rng_below(r, 3) == 0;
+  w->zero = (int32_t)(rng_below(r, 4) == 0 ? rng_below(r, 4) : 0);
+  w->identity = (int32_t)(rng_below(r, 4) == 0 ? rng_below(r, 4) : 0);
+  w->weigh_input = !w->identity && rng_below(r, 4) == 0;
+}
+
+/* All that the worlds above are about, in any combination. */
+static world random_world(rng *r)
+{
+  static const int32_t dtypes[] = {CUMOE_BF16, CUMOE_F16, CUMOE_F32};
+  world w = {.name = "random"};
+  w.ranks = 1 + (int32_t)rng_below(r, 8);
+  w.lanes = 1 + (int32_t)rng_below(r, 2);
+  w.experts = 1 + (int32_t)rng_below(r, 24);
+  w.top_k = 1 + (int32_t)rng_below(r, w.experts < 6 ? w.experts : 6);
+  w.dtype = dtypes[rng_below(r, 3)];
+  if (rng_below(r, 2)) w.hidden = 8 * (1 + (int32_t)rng_below(r, 70)), w.inter = 8 * (1 + (int32_t)rng_below(r, 8));
+  w.capacity = 1 + rng_below(r, rng_below(r, 3) ? 12 : 80);
+  if (rng_below(r, 2)) w.tokens_max = 1 + rng_below(r, 3 * w.capacity);
+  const int64_t most = w.tokens_max ? w.tokens_max : w.capacity;
+  for (int32_t i = 0; i < w.ranks; i++) w.tokens[i] = rng_below(r, 5) ? rng_below(r, most + 1) : 0;
+  w.tokens[rng_below(r, w.ranks)] = most;
+  w.parts = rng_below(r, 4) == 0;
+  w.counted = w.lanes == 1 && w.tokens_max && rng_below(r, 2); /* lanes would share the count */
+  w.exact = rng_below(r, 2);
+  w.residual = rng_below(r, 2);
+  bool *const routes[] = {&w.routed, &w.chosen, &w.from_logits, &w.apart};
+  const int64_t route = rng_below(r, 5);
+  if (route < 4) *routes[route] = true;
+  w.varies = w.tokens_max && w.tokens_max <= w.capacity && rng_below(r, 2);
+  w.spread = (spread)rng_below(r, TWICE);
+  w.aside = gpus && !emulated() && rng_below(r, 2), w.own = w.aside && rng_below(r, 2);
+  if (w.exact) randomise_exact(r, &w);
+  return w;
+}
+
+static void name_world(const world *w, int seed, size_t room, char *name)
+{
+  const struct {
+    bool is;
+    const char *text;
+  } words[] = {{w->parts, " parts"},   {w->counted, " counted"}, {w->exact, " exact"}, {w->routed, " routed"},
+               {w->varies, " varies"}, {w->aside, " aside"},     {w->own, " own"}};
+  int end = snprintf(name, room, "random %d: R %d L %d E %d k %d H %d C %d most %d spread %d", seed, (int)w->ranks,
+                     (int)w->lanes, (int)w->experts, (int)w->top_k, (int)w->hidden, (int)w->capacity,
+                     (int)w->tokens_max, (int)w->spread);
+  for (size_t i = 0; i < sizeof words / sizeof *words; i++)
+    end += snprintf(name + end, room - (size_t)end, "%s", words[i].is ? words[i].text : "");
+}
+
+static void at_random(void)
+{
+  const seed_range seeds = test_seeds(emulated() ? 10 : 40);
+  for (int i = seeds.first; i < seeds.end && !gave_up; i++) {
+    rng r = {(uint64_t)i + 77};
+    char name[160];
+    world w = random_world(&r);
+    name_world(&w, i, sizeof name, name);
+    w.name = name;
+    run_world(&w, rng_below(&r, 2));
+  }
+}
+
 /* After one that gave up the others would cost their timeouts. */
 static void answers_on_gpus(void)
 {
@@ -2089,6 +2172,7 @@ static void answers_on_gpus(void)
                      .exact = i < 2};
     run_world(&w, i == 1 || i == 2);
   }
+  at_random();
   for (int i = 0; i < 2 && !gave_up; i++) { /* who waits for what a rank does not have still gets an answer */
     const world w = {.name = "an expert that its rank does not have",
                      .ranks = 3,
@@ -2713,12 +2797,19 @@ static void refusals(void)
 }
 
 static const test_group groups[] = {
-    GROUP("ranks on GPUs", on_gpus, ON_CUDA), GROUP("few tokens on GPUs", few_on_gpus, ON_CUDA),
-    ALONE("answers", answers, ONCE),          ALONE("trouble", troubles, ONCE),
-    ALONE("without a rank", without, ONCE),   ALONE("masks", masks, ONCE),
-    ALONE("processes", processes, ONCE),      ALONE("layouts", layouts, ONCE),
-    ALONE("arguments", arguments, ONCE),      ALONE("overlap", overlap, ONCE),
-    ALONE("refusals", refusals, ONCE),        ALONE("forged", forged, ONCE),
+    GROUP("ranks on GPUs", on_gpus, ON_CUDA),
+    GROUP("few tokens on GPUs", few_on_gpus, ON_CUDA),
+    ALONE("answers", answers, ONCE),
+    ALONE("at random", at_random, ONCE),
+    ALONE("trouble", troubles, ONCE),
+    ALONE("without a rank", without, ONCE),
+    ALONE("masks", masks, ONCE),
+    ALONE("processes", processes, ONCE),
+    ALONE("layouts", layouts, ONCE),
+    ALONE("arguments", arguments, ONCE),
+    ALONE("overlap", overlap, ONCE),
+    ALONE("refusals", refusals, ONCE),
+    ALONE("forged", forged, ONCE),
 };
 #ifndef TEST_STAGED
 TEST_MAIN(groups)

@@ -569,11 +569,18 @@ template <class S> DEVICE void add_tile_stored(const gemm_args &args, const tile
     add_h_stored(args, tile.expert, min(each, all ? (there + group) / S::CONSUMERS : there - group * each));
 }
 
-/* A thread's word among the weights of rows, which rows of codes do not have in use. */
+/* A thread's word, from a unit's products to its end: among the weights of rows, which tokens as rows do not have. */
 template <class S> DEVICE int &kept_word(wgmma_smem<S> &smem)
 {
   static_assert(S::BM >= S::GROUP, "a word each");
   return reinterpret_cast<int *>(smem.staging.row_weights[tid_x() / S::GROUP - 1])[tid_x() % S::GROUP];
+}
+
+/* Of tokens as columns, which may have weights: another warp still reads the last unit's. While there are products,
+ * nothing is staged. */
+template <class S> DEVICE int &kept_word_of_columns(wgmma_smem<S> &smem)
+{
+  return reinterpret_cast<int *>(staged_of_warp<S>(smem.staging, tid_x()))[tid_x() % WARP_SIZE];
 }
 
 /* A consumer's part of the unit at `slot`, tokens as rows. Registers are full: the unit is read anew. */
@@ -645,9 +652,9 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
     else if constexpr (S::TELLS_LATER)
       multiply<S, S::BM>(args.g, smem, at, group, unit.rows, acc, [&] { tell_stored<S>(args.g, smem, stored, group); });
     else {
-      if (token_tile<S>::SERVED) kept_word<S>(smem) = slot;
+      if (token_tile<S>::SERVED) kept_word_of_columns<S>(smem) = slot;
       multiply_unit<S>(args.g, args.up_first, smem, at, group, unit, channel0, acc);
-      if (token_tile<S>::SERVED) slot = kept_word<S>(smem);
+      if (token_tile<S>::SERVED) slot = kept_word_of_columns<S>(smem);
     }
     if constexpr (S::SCALED || S::PACKED) { /* registers are full: all of it anew */
       const tile_unit stored = smem.units[slot];
