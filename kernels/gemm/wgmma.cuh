@@ -42,6 +42,9 @@ struct wgmma_shape : pipeline_shape<PRODUCT, BM, BN, BK, STAGES, WARPS> {
       same_type<typename PRODUCT::X, e4m3> ? PRODUCT::EPILOGUE == EPILOGUE_activation ? 2 : 4 : 1;
   static constexpr bool WOVEN = false; /* rows are put into another order in their stages (gemm/packed.cuh) */
   static constexpr int HELPERS = 0;    /* warps of producers that arrive at a stage's `full`, too */
+  /* A consumer counts a tile as stored while the next one's first products are under way: its release waits for what is
+   * stored. */
+  static constexpr bool TELLS_LATER = PRODUCT::ACTIVATES || PRODUCT::KEEPS;
   static constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 56; /* 384 threads start with 168 each */
 
   /* Gathering: 8 threads copy the 128 bytes of a row. */
@@ -597,6 +600,18 @@ DEVICE void consume_tokens(const gemm_sm90_args &args, wgmma_smem<S> &smem, pipe
     add_tile_stored<S>(args.g, smem.units[slot], (int)tid_x() / S::GROUP - 1, true);
 }
 
+/* The same of the unit at `slot`, if there is one, by the group. */
+template <class S> DEVICE void tell_stored(const gemm_args &args, const wgmma_smem<S> &smem, int slot, int group)
+{
+  if (slot < 0) return;
+  if constexpr (S::ACTIVATES) {
+    bar_sync(1 + group, S::GROUP);
+    if (threadIdx.x % S::GROUP == 0) add_activated_stored<S>(args, smem.units[slot], group);
+  } else {
+    add_tile_stored<S>(args, smem.units[slot], group, false);
+  }
+}
+
 /* What a consumer keeps from unit to unit. */
 template <class S, bool WOVEN> struct scales_ahead_of {
 };
@@ -608,6 +623,7 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
   const int own = threadIdx.x / S::GROUP - 1;
   pipeline_state<S::STAGES> at;
   scales_ahead_of<S, S::WOVEN> scales;
+  int stored = -1; /* TELLS_LATER: the unit that is not told of yet */
 #pragma unroll 1
   for (int slot = 0;; slot = (slot + 1) % UNITS_AHEAD) {
     wait_for(&smem.full[at.stage], at.phase);
@@ -623,6 +639,7 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
     }
     const int channels = wgmma_channels<S>(args.g), channel0 = unit.n * channels + group * (channels / S::CONSUMERS);
     if (channel0 >= args.g.n) {
+      if constexpr (S::TELLS_LATER) tell_stored<S>(args.g, smem, stored, group), stored = -1;
       if constexpr (S::WOVEN) scales.skip_unit();
       skip<S>(args.g, smem, at);
       continue;
@@ -632,6 +649,8 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
       multiply_woven<S>(args, smem, at, slot, scales, acc);
     else if constexpr (S::PACKED)
       multiply_packed<S>(args, smem, at, slot, acc);
+    else if constexpr (S::TELLS_LATER)
+      multiply<S, S::BM>(args.g, smem, at, group, unit.rows, acc, [&] { tell_stored<S>(args.g, smem, stored, group); });
     else {
       if (token_tile<S>::SERVED) kept_word_of_columns<S>(smem) = slot;
       multiply_unit<S>(args.g, args.up_first, smem, at, group, unit, channel0, acc);
@@ -652,9 +671,12 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
     } else {
       store_tile<S>(args.g, args.up_first, smem.staging, unit, group, {channel0, args.g.n}, acc);
     }
-    if (S::GATHERED && args.g.protocol.by_expert)
+    if constexpr (S::TELLS_LATER)
+      stored = args.g.protocol.by_expert ? slot : -1;
+    else if (S::GATHERED && args.g.protocol.by_expert)
       add_tile_stored<S>(args.g, smem.units[slot], S::PACKED ? (int)tid_x() / S::GROUP - 1 : group, false);
   }
+  if constexpr (S::TELLS_LATER) tell_stored<S>(args.g, smem, stored, own);
 }
 
 template <class S>
