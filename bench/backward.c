@@ -7,7 +7,7 @@
  *
  *   lib/bench/backward [--quick | --once] [--apart] [--most TOKENS] [model ...]
  *   --quick: short samples; --once: one call, for a profiler; --apart: replays one at a time, as the peer's are timed.
- *   Those in a row, as a training step has them, take up to 5 % more: the GPU's power is the limit.
+ *   Those in a row take 1 to 2 % more both ways, forward up to 12 %: the GPU's power is the limit.
  */
 #include "bench.h"
 
