@@ -16,9 +16,7 @@ DEVICE void store_vectors(const ARGS &a, typename L::T *first, int64_t gap, int6
                           int i, int place)
 {
   using T = typename L::T;
-  constexpr bool FEW_REGISTERS = L::IN_REGISTERS < L::VECTORS; /* 40 a thread: it asks later */
   of.take(a, column, x.left[0], x.aligned, i);
-  if (!FEW_REGISTERS) of.ask(a, column, x.left[0], i + L::AHEAD);
 #pragma unroll
   for (int r = 0; r < L::ROWS; r++) {
     const uint4 elements = x.vector(r, i, place);
@@ -26,7 +24,7 @@ DEVICE void store_vectors(const ARGS &a, typename L::T *first, int64_t gap, int6
 #pragma unroll
     for (int j = 0; j < ELEMENTS<T>; j++) value[j] = element_of<T>(elements, j);
     of.change(r, value);
-    if (FEW_REGISTERS && r == L::ROWS - 1) of.ask(a, column, x.left[0], i + L::AHEAD);
+    if (r == L::ROWS - 1) of.ask(a, column, x.left[0], i + L::AHEAD); /* not before: threads have 40 registers */
     T *target = first + r * gap + i * L::STEP;
     if (WHOLE && x.is_whole(r, i)) st_global(target, pack_vector<T>(value));
     if (SHORT && !x.is_whole(r, i)) store_short<T>(target, x.left_at(r, i), value);
