@@ -88,7 +88,7 @@ template <class T, int UNITS> struct units_in_row : units_of_cta<T, UNITS> {
   }
 };
 
-/* Whole units of one row, by 16-byte accesses. */
+/* Whole units, by 16-byte accesses. */
 template <class T, int EACH, int THREADS, int FUNCTION, class UNIT_SOURCE>
 DEVICE void elementwise_whole(const elementwise_args &a, const UNIT_SOURCE &units)
 {
@@ -148,38 +148,27 @@ template <class T> struct one_unit {
   }
 };
 
-/* What is left: units of several rows, and short ones, element by element. `stored`: whole ones are. All loads are in
- * flight at once; then every unit passes the same code, of each function once: as registers have no index, units move
- * up to [0]. */
+/* What is left, element by element: short units, or all. All loads are in flight at once; then every unit passes the
+ * same code, of each function once: as registers have no index, units move up to [0]. */
 template <class T, bool GELU, int EACH, int THREADS, class UNIT_SOURCE>
-DEVICE void elementwise_rest(const elementwise_args &a, const UNIT_SOURCE &units, bool stored)
+DEVICE void elementwise_rest(const elementwise_args &a, const UNIT_SOURCE &units)
 {
   const bool two = !GELU && (a.function == EW_ADD || a.function == EW_MUL);
   const T *first = static_cast<const T *>(a.a), *second = static_cast<const T *>(a.b);
-  const auto whole = [&](const unit &at) { return a.aligned && at.left >= ELEMENTS<T>; };
-  uint4 x[EACH], other[EACH];
+  const auto here = [&](const unit &at) { return a.aligned && at.left >= ELEMENTS<T> ? 0 : at.left; };
+  uint4 x[EACH] = {}, other[EACH] = {};
 #pragma unroll
   for (int i = 0; i < EACH; i++) {
     const unit at = units(a, i * THREADS + threadIdx.x);
-    x[i] = load_whole<T>(first + at.row * a.a_ld + at.column, at.left, a.aligned && !stored);
-    other[i] = load_whole<T>(second + at.row * a.b_ld + at.column, at.left, a.aligned && !stored && two);
-  }
-#pragma unroll
-  for (int i = 0; i < EACH; i++) {
-    const unit at = units(a, i * THREADS + threadIdx.x);
-    load_short<T>(first + at.row * a.a_ld + at.column, at.left, x[i], a.aligned);
-    if (two) load_short<T>(second + at.row * a.b_ld + at.column, at.left, other[i], a.aligned);
+    load_short<T>(first + at.row * a.a_ld + at.column, here(at), x[i], false);
+    if (two) load_short<T>(second + at.row * a.b_ld + at.column, here(at), other[i], false);
   }
 #pragma unroll 1
   for (int i = 0; i < EACH; i++) {
     const unit at = units(a, i * THREADS + threadIdx.x);
-    T *target = static_cast<T *>(a.y) + at.row * a.y_ld + at.column;
     float y[ELEMENTS<T>];
     each_function<GELU>(a, one_unit<T>{x[0], other[0], a.factor, y});
-    if (!whole(at))
-      store_short<T>(target, at.left, y);
-    else if (!stored)
-      st_global(target, pack_vector<T>(y));
+    store_vector<T>(static_cast<T *>(a.y) + at.row * a.y_ld + at.column, here(at), y, false);
 #pragma unroll
     for (int j = 1; j < EACH; j++) x[j - 1] = x[j], other[j - 1] = other[j];
   }
@@ -190,9 +179,11 @@ template <class T, bool GELU, int UNITS, int THREADS> DEVICE void elementwise(co
   constexpr int EACH = UNITS / THREADS;
   const units_in_row<T, UNITS> one(a);
   const units_of_cta<T, UNITS> any(a);
-  const bool one_row = a.aligned && one.in_one_row();
-  if (one_row) each_function<GELU>(a, whole_units<T, EACH, THREADS, units_in_row<T, UNITS>>{a, one});
-  if (!one_row || a.cols % ELEMENTS<T> != 0) elementwise_rest<T, GELU, EACH, THREADS>(a, any, one_row);
+  if (a.aligned && one.in_one_row())
+    each_function<GELU>(a, whole_units<T, EACH, THREADS, units_in_row<T, UNITS>>{a, one});
+  else if (a.aligned)
+    each_function<GELU>(a, whole_units<T, EACH, THREADS, units_of_cta<T, UNITS>>{a, any});
+  if (!a.aligned || a.cols % ELEMENTS<T> != 0) elementwise_rest<T, GELU, EACH, THREADS>(a, any);
 }
 
 template <class T, int UNITS, int, int LANES, int, int THREADS, int> DEVICE void form_flat(const elementwise_args &a)

@@ -5,9 +5,8 @@
 #include "ops/row_part.cuh"
 
 /*
- * Weights or biases of a thread's vectors, T or f32, aligned as rows are or not. EARLY: aligned ones of T, all vectors
- * whole, of which AHEAD are loaded before they are needed: the compiler moves no load above the stores of the vector
- * before.
+ * Weights or biases of a thread's vectors, T or f32, aligned as rows are or not. EARLY: aligned ones of T, of which
+ * AHEAD vectors are loaded before they are needed: the compiler moves no load above the stores of the vector before.
  */
 template <class L, bool EARLY> struct parameters {
   using T = typename L::T;
@@ -19,10 +18,9 @@ template <class L, bool EARLY> struct parameters {
     const T *first = static_cast<const T *>(base) + column + i * L::STEP;
     const int here = base ? left - i * L::STEP : 0;
     uint4 &vector = raw[i % L::AHEAD];
-    if (base)
-      vector = ld_global(first, here > 0);
-    else
-      vector = vector_of<T>(otherwise);
+    vector = ld_global(first, here >= ELEMENTS<T>);
+    load_short<T>(first, here, vector, true);
+    if (!base) vector = vector_of<T>(otherwise);
   }
 
   /* Of type P: one test a vector, not one an element. */
@@ -54,7 +52,7 @@ template <class L, bool EARLY> struct parameters {
 
 template <class L, bool EARLY> struct norm_of {
   using T = typename L::T;
-  static constexpr bool WHOLE = EARLY, PADDED = false, LONG = !EARLY;
+  static constexpr bool ALIGNED = EARLY;
   float mean[L::ROWS], factor[L::ROWS]; /* first the sum of the squared differences to the mean */
   float count, w[ELEMENTS<T>], b[ELEMENTS<T>];
   parameters<L, EARLY> weight, bias;
@@ -71,7 +69,7 @@ template <class L, bool EARLY> struct norm_of {
     bias.get(a.bias, a.bias_dtype, column, left, aligned, 0.f, i, b);
   }
 
-  DEVICE void measure(const norm_args &a, row_part<L, norm_of> &x, exchange<L> &shared)
+  DEVICE void measure(const norm_args &a, row_part<L> &x, exchange<L> &shared)
   {
     const float each = rcp_approx_ftz((float)a.cols);
 #pragma unroll
@@ -98,7 +96,7 @@ template <class L, bool EARLY> struct norm_of {
     count = mean[0] = factor[0] = 0;
   }
 
-  DEVICE void add(const norm_args &a, row_part<L, norm_of> &x)
+  DEVICE void add(const norm_args &a, row_part<L> &x)
   {
     if (!a.centered) {
       factor[0] += x.template reduce<add_op>(0, [](float v) { return v * v; });

@@ -96,8 +96,7 @@ template <class HOW, class L> DEVICE void reduce_row(float (&value)[L::ROWS], fl
 
 /* ---- a thread's part of its rows ---- */
 
-/* OF::WHOLE: aligned rows of whole vectors, so that none is short. OF::PADDED: what a short one has not is -infinity. */
-template <class L, class OF> struct row_part {
+template <class L> struct row_part {
   using T = typename L::T;
   uint4 raw[L::ROWS][L::IN_REGISTERS > 0 ? L::IN_REGISTERS : 1];
   uint4 *held;       /* in shared memory: of this thread, THREADS apart */
@@ -105,30 +104,14 @@ template <class L, class OF> struct row_part {
   bool aligned;
 
   DEVICE int left_at(int r, int i) const { return left[r] - i * L::STEP; }
-  DEVICE bool is_whole(int r, int i) const
-  {
-    return OF::WHOLE ? left_at(r, i) > 0 : aligned && left_at(r, i) >= ELEMENTS<T>;
-  }
 
-  /* `place`: which register has vector i. */
-  DEVICE uint4 vector(int r, int i, int place) const
-  {
-    constexpr bool ALL_IN_REGISTERS = L::IN_REGISTERS == L::VECTORS;
-    return ALL_IN_REGISTERS || i < L::IN_REGISTERS ? raw[r][place] : held[(i - L::IN_REGISTERS) * L::THREADS];
-  }
-  DEVICE uint4 vector(int r, int i) const { return vector(r, i, i); }
-  DEVICE uint4 &vector(int r, int i)
+  DEVICE uint4 vector(int r, int i) const
   {
     return i < L::IN_REGISTERS ? raw[r][i] : held[(i - L::IN_REGISTERS) * L::THREADS];
   }
-
-  /* What a register holds lies in the one before. */
-  DEVICE void move_up()
+  DEVICE uint4 &vector(int r, int i)
   {
-#pragma unroll
-    for (int r = 0; r < L::ROWS; r++)
-#pragma unroll
-      for (int i = 1; i < L::IN_REGISTERS; i++) raw[r][i - 1] = raw[r][i];
+    return i < L::IN_REGISTERS ? raw[r][i] : held[(i - L::IN_REGISTERS) * L::THREADS];
   }
 
   /* Whole vectors. `first`: this thread's first one; `gap`: from one of its rows to the next. */
@@ -140,8 +123,8 @@ template <class L, class OF> struct row_part {
       for (int i = 0; i < L::VECTORS; i++) {
         const T *source = first + r * gap + i * L::STEP;
         if (i < L::IN_REGISTERS)
-          raw[r][i] = load_whole<T>(source, left_at(r, i), OF::WHOLE || aligned);
-        else if (is_whole(r, i))
+          raw[r][i] = load_whole<T>(source, left_at(r, i), aligned);
+        else if (aligned && left_at(r, i) >= ELEMENTS<T>)
           cp_async_cg_16(shared_address(&vector(r, i)), source, 16);
       }
   }
@@ -152,10 +135,8 @@ template <class L, class OF> struct row_part {
 #pragma unroll
     for (int r = 0; r < L::ROWS; r++)
 #pragma unroll
-      for (int i = 0; i < (OF::WHOLE ? 0 : L::VECTORS); i++) {
-        if (OF::PADDED && !is_whole(r, i)) vector(r, i) = vector_of<T>(-INFINITY);
+      for (int i = 0; i < L::VECTORS; i++)
         load_short<T>(first + r * gap + i * L::STEP, left_at(r, i), vector(r, i), aligned);
-      }
     if (L::IN_REGISTERS < L::VECTORS) cp_async_wait_all();
   }
 
@@ -178,11 +159,11 @@ template <class L, class OF> struct row_part {
       const int here = left_at(r, i);
       const uint4 elements = vector(r, i);
       float part = HOW::NONE;
-      if (OF::WHOLE || OF::PADDED ? here > 0 : here >= ELEMENTS<T>) {
+      if (here >= ELEMENTS<T>) {
         part = of(element_of<T>(elements, 0));
 #pragma unroll
         for (int j = 1; j < ELEMENTS<T>; j++) part = HOW::join(part, of(element_of<T>(elements, j)));
-      } else if (!OF::WHOLE && !OF::PADDED && here > 0) {
+      } else if (here > 0) {
 #pragma unroll
         for (int j = 0; j < ELEMENTS<T>; j++)
           part = HOW::join(part, j < here ? of(element_of<T>(elements, j)) : HOW::NONE);

@@ -9,46 +9,25 @@
 #include "ops/norm.cuh"
 #include "ops/softmax.cuh"
 
-/* y of vector i of a thread's rows, which lies in register `place`: of whole ones, of short ones. `column`: of this
- * thread's first vector; `gap` as for row_part. */
-template <bool WHOLE, bool SHORT, class L, class OF, class ARGS>
-DEVICE void store_vectors(const ARGS &a, typename L::T *first, int64_t gap, int64_t column, row_part<L, OF> &x, OF &of,
-                          int i, int place)
+/* y = the operation of x. `column`: of this thread's first vector; `gap` as for row_part. */
+template <class L, class OF, class ARGS>
+DEVICE void store_rows(const ARGS &a, typename L::T *first, int64_t gap, int64_t column, row_part<L> &x, OF &of)
 {
   using T = typename L::T;
-  of.take(a, column, x.left[0], x.aligned, i);
-#pragma unroll
-  for (int r = 0; r < L::ROWS; r++) {
-    const uint4 elements = x.vector(r, i, place);
-    float value[ELEMENTS<T>];
-#pragma unroll
-    for (int j = 0; j < ELEMENTS<T>; j++) value[j] = element_of<T>(elements, j);
-    of.change(r, value);
-    if (r == L::ROWS - 1) of.ask(a, column, x.left[0], i + L::AHEAD); /* not before: threads have 40 registers */
-    T *target = first + r * gap + i * L::STEP;
-    if (WHOLE && x.is_whole(r, i)) st_global(target, pack_vector<T>(value));
-    if (SHORT && !x.is_whole(r, i)) store_short<T>(target, x.left_at(r, i), value);
-  }
-}
-
-/* y = the operation of x. Short vectors, and all of an operation that takes many instructions a vector, pass the same
- * code one after the other: as registers have no index, vectors move up to [0]. */
-template <class L, class OF, class ARGS>
-DEVICE void store_rows(const ARGS &a, typename L::T *first, int64_t gap, int64_t column, row_part<L, OF> &x, OF &of)
-{
   x.renew();
 #pragma unroll
-  for (int i = 0; i < (OF::LONG ? 0 : L::VECTORS); i++) {
-    if (L::IN_REGISTERS < L::VECTORS) __syncwarp(); /* or ptxas reads ahead what lies in shared memory, and spills */
-    store_vectors<true, false>(a, first, gap, column, x, of, i, i);
-  }
-  const bool all = OF::WHOLE || (!OF::LONG && x.aligned && a.cols % ELEMENTS<typename L::T> == 0);
-#pragma unroll 1
-  for (int i = 0; !all && i < L::VECTORS; i++) {
-    int vector = i;
-    asm volatile("" : "+r"(vector)); /* one index, not an address each of all that it is for: registers are few */
-    store_vectors<OF::LONG, true>(a, first, gap, column, x, of, vector, 0);
-    x.move_up();
+  for (int i = 0; i < L::VECTORS; i++) {
+    of.take(a, column, x.left[0], x.aligned, i);
+    of.ask(a, column, x.left[0], i + L::AHEAD);
+#pragma unroll
+    for (int r = 0; r < L::ROWS; r++) {
+      const uint4 elements = x.vector(r, i);
+      float value[ELEMENTS<T>];
+#pragma unroll
+      for (int j = 0; j < ELEMENTS<T>; j++) value[j] = element_of<T>(elements, j);
+      of.change(r, value);
+      store_vector<T>(first + r * gap + i * L::STEP, x.left_at(r, i), value, x.aligned);
+    }
   }
 }
 
@@ -66,10 +45,10 @@ template <class L, class OF, class ARGS> DEVICE void once(const ARGS &a, exchang
   const int64_t row = (int64_t)(blockIdx.x / L::CTAS) * L::ALL + threadIdx.x / L::LANES;
   const int column = lane * ELEMENTS<T>;
   const T *source = static_cast<const T *>(a.x) + row * a.x_ld + column;
-  row_part<L, OF> x;
+  row_part<L> x;
   OF of;
   x.held = held + threadIdx.x;
-  x.aligned = OF::WHOLE || a.aligned;
+  x.aligned = OF::ALIGNED || a.aligned;
 #pragma unroll
   for (int r = 0; r < L::ROWS; r++) x.left[r] = row + r * L::AT_ONCE < a.rows ? a.cols - column : 0;
   x.ask(source, L::AT_ONCE * a.x_ld);
@@ -87,9 +66,9 @@ template <class L, class OF, class ARGS> DEVICE void twice(const ARGS &a, exchan
   constexpr int PART = L::VECTORS * L::STEP;
   const int64_t row = blockIdx.x;
   const T *source = static_cast<const T *>(a.x) + row * a.x_ld;
-  row_part<L, OF> x;
+  row_part<L> x;
   OF of;
-  x.aligned = OF::WHOLE || a.aligned;
+  x.aligned = OF::ALIGNED || a.aligned;
   of.begin();
   for (int64_t column = threadIdx.x * ELEMENTS<T>; column < a.cols; column += PART) {
     x.left[0] = (int)(a.cols - column);
@@ -124,8 +103,7 @@ template <bool SWEEP, class L> DEVICE void rows_of(const softmax_args &a, exchan
 template <bool SWEEP, class L> DEVICE void rows_of(const norm_args &a, exchange<L> &shared, uint4 *held)
 {
   const bool other = (a.weight && a.weight_dtype == DT_F32) || (a.bias && a.bias_dtype == DT_F32);
-  using T = typename L::T;
-  if (!a.aligned || a.cols % ELEMENTS<T> != 0 || (sizeof(T) < sizeof(float) && other))
+  if (!a.aligned || (sizeof(typename L::T) < sizeof(float) && other))
     rows_by<SWEEP, L, norm_of<L, false>>(a, shared, held);
   else
     rows_by<SWEEP, L, norm_of<L, true>>(a, shared, held);

@@ -17,13 +17,13 @@ DEVICE float shrink(float low, float high)
 
 template <class L> struct softmax_of {
   using T = typename L::T;
-  static constexpr bool WHOLE = false, PADDED = sizeof(T) < sizeof(float), LONG = false;
-  float most[L::ROWS], share[L::ROWS]; /* of all exponentials relative to `most`; until then their sum */
+  static constexpr bool ALIGNED = false; /* known to be */
+  float most[L::ROWS], share[L::ROWS];   /* of all exponentials relative to `most`; until then their sum */
 
   DEVICE void ask(const softmax_args &, int64_t, int, int) {}
   DEVICE void take(const softmax_args &, int64_t, int, bool, int) {}
 
-  DEVICE void measure(const softmax_args &, row_part<L, softmax_of> &x, exchange<L> &shared)
+  DEVICE void measure(const softmax_args &, row_part<L> &x, exchange<L> &shared)
   {
 #pragma unroll
     for (int r = 0; r < L::ROWS; r++) most[r] = x.template reduce<max_op>(r, [](float v) { return v; });
@@ -37,7 +37,7 @@ template <class L> struct softmax_of {
   }
 
   /* Where there is nothing but -infinity, all are 0. */
-  DEVICE float exponentials(int r, const row_part<L, softmax_of> &x) const
+  DEVICE float exponentials(int r, const row_part<L> &x) const
   {
     const float base = most[r] == -INFINITY ? 0.f : most[r];
     return x.template reduce<add_op>(r, [=](float v) { return exponential(v - base); });
@@ -65,7 +65,7 @@ template <class L> struct softmax_of {
     most[0] = -INFINITY, share[0] = 0;
   }
 
-  DEVICE void add(const softmax_args &, row_part<L, softmax_of> &x)
+  DEVICE void add(const softmax_args &, row_part<L> &x)
   {
     const float before = most[0];
     most[0] = fmaxf(before, x.template reduce<max_op>(0, [](float v) { return v; }));

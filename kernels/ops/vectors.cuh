@@ -50,8 +50,10 @@ template <class T> DEVICE uint4 pack_vector(const float (&value)[ELEMENTS<T>])
   return make_uint4(word[0], word[1], word[2], word[3]);
 }
 
-template <class T> DEVICE void store_short(T *target, int left, const float (&value)[ELEMENTS<T>])
+template <class T> DEVICE void store_vector(T *target, int left, const float (&value)[ELEMENTS<T>], bool aligned)
 {
+  if (left <= 0) return;
+  if (aligned && left >= ELEMENTS<T>) return st_global(target, pack_vector<T>(value));
 #pragma unroll
   for (int i = 0; i < ELEMENTS<T>; i++)
     if (i < left) target[i] = from_f32<T>(value[i]);
