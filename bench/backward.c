@@ -4,6 +4,10 @@
  * three times the forward's for both ways. `forward` is cumoe_moe_forward, `without weights` the backward without
  * gradients of weights, `dense` all six products of both ways by cuBLAS, of one expert with all rows: without routing.
  * bench/backward_peer.py times PyTorch's on the same shapes; right after or before, on the same GPU.
+ *
+ *   lib/bench/backward [--quick | --once] [--apart] [--most TOKENS] [model ...]
+ *   --quick: short samples; --once: one call, for a profiler; --apart: replays one at a time, as the peer's are timed.
+ *   Those in a row, as a training step has them, take up to 5 % more: the GPU's power is the limit.
  */
 #include "bench.h"
 
@@ -274,13 +278,15 @@ int main(int argc, char **argv)
       most = atoll(argv[++i]);
       continue;
     }
-    const bool is_once = !strcmp(argv[i], "--once"), is_quick = !strcmp(argv[i], "--quick");
-    if (argv[i][0] == '-' && !is_once && !is_quick) {
-      fprintf(stderr, "usage: backward [--quick | --once] [--most TOKENS] [model ...]\n");
+    const bool is_once = !strcmp(argv[i], "--once"), is_quick = !strcmp(argv[i], "--quick"),
+               is_apart = !strcmp(argv[i], "--apart");
+    if (argv[i][0] == '-' && !is_once && !is_quick && !is_apart) {
+      fprintf(stderr, "usage: backward [--quick | --once] [--apart] [--most TOKENS] [model ...]\n");
       return 2;
     }
     once |= is_once;
     b.o.quick |= is_quick;
+    b.o.apart |= is_apart;
   }
   cumoe_status status = bench_open(&b);
   if (status == CUMOE_OK) status = make_noise(&b);

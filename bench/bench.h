@@ -50,6 +50,7 @@ typedef struct options {
   bool plan;                         /* print what a cell launches */
   bool check;                        /* look at results only, time nothing */
   bool quick, coarse, grouped, list; /* quick: short samples; coarse: shorter still, for bench/tune */
+  bool apart;                        /* a replay of one call at a time, waited for, as peer_time.py has it */
 } options;
 
 typedef enum shape_when { SHAPE_always, SHAPE_request, SHAPE_cpu } shape_when;

@@ -78,16 +78,16 @@ static cumoe_status prepare(bench *b, const work *w, int32_t inputs, const cudaE
   double us;
   TRY(estimate(b, w, inputs, events, &us));
   /* Short calls fill a graph of eight, so that the gap between two graphs does not count as theirs. */
-  r->calls = us * MAX_INPUTS > 4000 ? inputs : MAX_INPUTS;
-  const double wanted = least / (us * r->calls) + 1;
+  r->calls = b->o.apart ? 1 : us * MAX_INPUTS > 4000 ? inputs : MAX_INPUTS;
+  const double wanted = b->o.apart ? 1 : least / (us * r->calls) + 1;
   r->repeats = wanted > MAX_REPEATS ? MAX_REPEATS : (int32_t)wanted;
   return capture(b, w, inputs, r);
 }
 
-/* The untimed replay in front lets the host run ahead of the device. */
+/* The untimed replay in front lets the host run ahead of the device; apart, there is one before all samples alone. */
 static cumoe_status sample(bench *b, const replay *r, const cudaEvent_t events[2], double *us, clock_state *clocks)
 {
-  TRY_CUDA(b, cudaGraphLaunch(r->exec, b->stream));
+  if (!b->o.apart || us == r->samples) TRY_CUDA(b, cudaGraphLaunch(r->exec, b->stream));
   TRY_CUDA(b, cudaEventRecord(events[0], b->stream));
   for (int32_t i = 0; i < r->repeats; ++i) TRY_CUDA(b, cudaGraphLaunch(r->exec, b->stream));
   TRY_CUDA(b, cudaEventRecord(events[1], b->stream));
@@ -125,10 +125,11 @@ static cumoe_status measure_replays(bench *b, const work *works, int32_t count, 
     if (works[i].user) status = prepare(b, &works[i], inputs, events, &replays[i]);
     if (works[i].optional && status != CUMOE_OK) status = give_up(&replays[i]);
   }
-  for (int32_t s = 0; s < samples; ++s)
-    for (int32_t i = 0; i < count && status == CUMOE_OK; ++i)
-      if (replays[i].exec)
-        status = sample(b, &replays[i], events, &replays[i].samples[s], i == 0 && s == samples - 1 ? clocks : NULL);
+  for (int32_t n = 0; n < samples * count && status == CUMOE_OK; ++n) {
+    const int32_t s = b->o.apart ? n % samples : n / count, i = b->o.apart ? n / samples : n % count;
+    if (replays[i].exec)
+      status = sample(b, &replays[i], events, &replays[i].samples[s], i == 0 && s == samples - 1 ? clocks : NULL);
+  }
   for (int32_t i = 0; i < count && status == CUMOE_OK; ++i)
     if (replays[i].exec) timings[i] = summary(replays[i].samples, samples);
   cudaEventDestroy(events[0]);

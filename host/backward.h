@@ -93,6 +93,7 @@ typedef struct drawn_work {
   int64_t z_rows;
   float *parts; /* pair_gradient_args */
   bool beside;  /* the grid ahead does not touch what the product does */
+  bool counts;  /* d h that has a copy made tells how much of rows and of the copy is there (kernels/backward.h) */
   bool *activated;
 } drawn_work;
 

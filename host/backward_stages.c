@@ -90,10 +90,12 @@ static cumoe_status check_gate_backward(struct context *context, const cumoe_gat
 
 cumoe_status run_gate_backward(struct context *context, const gate_backward_args *a, cumoe_stream stream)
 {
-  if (a->balance != 0) TRY(dispatch(context, OP_gate_count, a, stream));
-  TRY(dispatch(context, OP_gate_backward, a, stream));
-  if (a->d_expert_scale) TRY(dispatch(context, OP_gate_scale, a, stream));
-  return a->losses ? dispatch(context, OP_gate_loss, a, stream) : CUMOE_OK;
+  gate_backward_args rest = *a;
+  rest.beside = 0;
+  if (a->balance != 0) TRY(dispatch(context, OP_gate_count, &rest, stream));
+  TRY(dispatch(context, OP_gate_backward, a->balance != 0 ? &rest : a, stream));
+  if (a->d_expert_scale) TRY(dispatch(context, OP_gate_scale, &rest, stream));
+  return a->losses ? dispatch(context, OP_gate_loss, &rest, stream) : CUMOE_OK;
 }
 
 cumoe_status cumoe_gate_backward(cumoe_context handle, const cumoe_gate_backward_args *args, cumoe_stream stream)
@@ -236,6 +238,7 @@ static void activate(down_activated_args *d, const drawn_work *work)
   d->d_z[up_first] = act->d_z;
   d->d_z[!up_first] = (char *)act->d_z + half;
   gemm->z_ld = 2 * (int64_t)act->inter;
+  gemm->g.protocol.by_expert = work->counts && beside->to;
   d->z_offsets = work->z_offsets;
   d->row_weight = work->row_weight;
   d->along = work->parts;

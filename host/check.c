@@ -115,6 +115,12 @@ cumoe_status check_workspace_view(struct context *context, const char *name, cum
   return CUMOE_OK;
 }
 
+cumoe_status check_scratch(struct context *context, cumoe_view workspace, size_t need)
+{
+  const operand want = {"args.workspace", 1, workspace.cols, DTYPE_BIT(CUMOE_U8), 256};
+  return need ? check_workspace_view(context, want.name, workspace, need) : check_optional(context, &want, workspace);
+}
+
 cumoe_status check_absent(const char *name, cumoe_view view, const char *why)
 {
   REQUIRE(absent(&view), CUMOE_ERR_INVALID_ARGUMENT, "%s must be absent: %s", name, why);
@@ -144,7 +150,7 @@ cumoe_status check_overlaps(const named_view *views, int outputs, int all)
   span spans[MAX_NAMED_VIEWS];
   for (int i = 0; i < all; ++i) spans[i] = span_of(&views[i].view);
   for (int i = 0; i < outputs; ++i)
-    for (int j = i + 1; j < all; ++j)
+    for (int j = i + 1; j < all && spans[i].begin != spans[i].end; ++j)
       REQUIRE(!spans_overlap(&spans[i], &spans[j]), CUMOE_ERR_INVALID_ARGUMENT, "%s overlaps %s", views[i].name,
               views[j].name);
   return CUMOE_OK;

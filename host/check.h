@@ -33,6 +33,8 @@ cumoe_status check_counted(struct context *context, const operand *want, cumoe_v
 cumoe_status check_optional(struct context *context, const operand *want, cumoe_view view); /* absent is fine */
 /* [1, bytes] u8, 256-byte aligned, with room for `need`; of 0 none is looked at. */
 cumoe_status check_workspace_view(struct context *context, const char *name, cumoe_view view, size_t need);
+/* args.workspace likewise, which is looked at in any case where it is given. */
+cumoe_status check_scratch(struct context *context, cumoe_view workspace, size_t need);
 cumoe_status check_absent(const char *name, cumoe_view view, const char *why);
 cumoe_status check_disjoint(const char *output, cumoe_view_mut out, const char *input, cumoe_view in);
 /* Of operations whose operands all have one shape and type: the first one, the others, and an output that may be one of

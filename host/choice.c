@@ -389,9 +389,11 @@ static int64_t grid_rows(const machine *m, const variant *v, const op_shape *s)
   return persistent(m, v, tiles_of_rows(s, tile_rows(v), tile_columns(v)));
 }
 
+/* Of an odd number of tiles a cluster may have one that is none (kernels/backward/gradient.cuh). */
 static int64_t grid_gradient(const machine *m, const variant *v, const op_shape *s)
 {
-  return persistent(m, v, s->experts * ceil_div(s->n, tile_rows(v)) * ceil_div(s->k, tile_columns(v)));
+  const int64_t across = ceil_div(ceil_div(s->k, tile_columns(v)), v->cluster) * v->cluster;
+  return persistent(m, v, s->experts * ceil_div(s->n, tile_rows(v)) * across);
 }
 
 static int64_t grid_attention(const machine *m, const variant *v, const op_shape *s)

@@ -93,28 +93,18 @@ typedef struct ep_call {
   int64_t rounds;
 } ep_call;
 
-static cumoe_status check_workspace(const ep_call *c)
+/* Which others write at any time, and whose messages are under way. */
+static named_view arena_of(const group *g)
 {
-  const cumoe_view w = cumoe_const(c->layer.workspace);
-  REQUIRE(!absent(&w), CUMOE_ERR_WORKSPACE, "args.workspace is absent, %zu bytes are needed", c->at.bytes);
-  const operand want = {"args.workspace", 1, w.cols, DTYPE_BIT(CUMOE_U8), 256};
-  TRY(check_operand(c->g->context, &want, w));
-  REQUIRE((size_t)w.cols >= c->at.bytes, CUMOE_ERR_WORKSPACE, "args.workspace has %lld bytes, %zu are needed",
-          (long long)w.cols, c->at.bytes);
-  return CUMOE_OK;
+  const uint64_t bytes = g->staged ? g->staging.bytes : g->at.bytes;
+  return (named_view){"the group's arena", cumoe_vector(g->arena, CUMOE_U8, (int64_t)bytes)};
 }
 
-/* The arena is written by others at any time, and its messages are under way. */
 static cumoe_status check_off_arena(const ep_call *c)
 {
   const cumoe_moe_args *a = &c->layer;
-  const uint64_t bytes = c->g->staged ? c->g->staging.bytes : c->g->at.bytes;
-  const cumoe_view arena = cumoe_vector(c->g->arena, CUMOE_U8, (int64_t)bytes);
-  const named_view views[] = {{"the group's arena", arena},
-                              LAYER_INPUTS(a),
-                              READ(a, residual),
-                              LAYER_OUTPUTS(a),
-                              {"args.placement", c->args.placement}};
+  const named_view views[] = {
+      arena_of(c->g), LAYER_INPUTS(a), READ(a, residual), LAYER_OUTPUTS(a), {"args.placement", c->args.placement}};
   return check_overlaps(views, 1, sizeof views / sizeof *views);
 }
 
@@ -137,7 +127,10 @@ static cumoe_status check_ep_layer(const ep_call *c)
   TRY(check_absent("args.expert_map", a.expert_map, "args.placement says where experts are"));
   a.expert_map = cumoe_vector(g->arena + g->at.every_expert, CUMOE_I32, g->shape.experts);
   TRY(check_layer_operands(&g->plan, c->weights, &a, &with));
-  TRY(check_workspace(c));
+  const named_view arena = arena_of(g);
+  TRY(check_off_weights(&arena, 1, "weights", with.weights));
+  if (with.shared) TRY(check_off_weights(&arena, 1, "args.shared", with.shared));
+  TRY(check_workspace_view(g->context, "args.workspace", cumoe_const(a.workspace), c->at.bytes));
   return check_layer_overlaps(&a, &with);
 }
 
@@ -511,12 +504,20 @@ static bool fills_in_put(const ep_round *r)
   return !on_cpu(g->context) && !g->shared && r->shape.capacity * g->shape.ranks <= FEW_TOKENS;
 }
 
+/* What the layers inside are given lies in the arena and the workspace, which were checked. On a GPU a look would cost
+ * the host about 1 us for each part of a layer; the CPU device, where tests go through all shapes, has it. */
+static bool is_checked(const ep_round *r)
+{
+  return !on_cpu(r->c->g->context);
+}
+
 /* Kernels are chosen by what all ranks know to come. */
 static layer_ends ends_of(const ep_round *r)
 {
   const group *g = r->c->g;
   const bool answers = answers_of(r) == EP_PACKETS && r->c->whole && !r->move.counts; /* those finish adds up */
-  return (layer_ends){.rank_tokens = most_of_round(r->c, r->number) * g->shape.ranks,
+  return (layer_ends){.checked = is_checked(r),
+                      .rank_tokens = most_of_round(r->c, r->number) * g->shape.ranks,
                       .filled = fills_in_put(r),
                       .returns = !on_cpu(g->context),
                       .few_row = answers ? g->few_row : 0};
@@ -701,7 +702,7 @@ static cumoe_status serve_own(const ep_round *r, uint32_t parts, int32_t spared)
 {
   if (!r->own) return CUMOE_OK;
   const cumoe_moe_args a = own_args(r);
-  layer_ends ends = {.parts = parts, .spared = spared};
+  layer_ends ends = {.checked = is_checked(r), .parts = parts, .spared = spared};
   return forward_between(r->c->g->shard, r->c->weights, &a, r->c->stream, &ends);
 }
 

@@ -8,9 +8,9 @@
 #include "../kernels/cpu/exchange.h"
 #include "../kernels/ep/ep.h"
 
-/* On GPUs alone: GATE_PUT, the gate and put of few tokens; TAKE_IDS, the wait's rest, aside; FEW, their experts, which
- * answer by themselves; RETURN, answer by the shard's combine; FINISH, of packets, answer, or wait and sum, or all of
- * it. */
+/* On GPUs alone: SLOTS, by dedup ahead of put; GATE_PUT, the gate and put in one; TAKE_IDS, the wait's rest, aside;
+ * FEW, the experts of few tokens, which answer by themselves; RETURN, answer by the shard's combine; FINISH, of packets
+ * and lines, answer, or wait and sum, or all of it. */
 typedef enum move {
   MOVE_COUNT,
   MOVE_SLOTS,

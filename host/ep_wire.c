@@ -293,7 +293,8 @@ static launch_shape grid_of_ids(const ep_shape *s)
                         .block = {EP_MOVE_THREADS, 1, 1}};
 }
 
-/* CTAs that go through the parts of combine's work. */
+/* CTAs that go through the parts of combine's work: slices of columns as `slicing` (kernels/ep/answer.cuh) and combine
+ * have them. Any number of CTAs goes through all parts; another one only takes longer. */
 static launch_shape grid_of_return(const group *g, ep_args *a)
 {
   const ep_shape *s = &a->shape;

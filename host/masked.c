@@ -50,15 +50,12 @@ static cumoe_status check_masked(const struct plan *plan, const struct weights *
   const uint32_t own = DTYPE_BIT(d->dtype), i32 = DTYPE_BIT(CUMOE_I32);
   const operand x = {"args.x", rows, d->hidden, own, 16}, out = {"args.out", rows, d->hidden, own, 16},
                 counts = {"args.counts", 1, d->local_experts, i32, 0},
-                offsets = {"args.offsets", 1, (int64_t)d->local_experts + 1, i32, 0},
-                workspace = {"args.workspace", 1, a->workspace.cols, DTYPE_BIT(CUMOE_U8), 256};
+                offsets = {"args.offsets", 1, (int64_t)d->local_experts + 1, i32, 0};
   TRY(check_counted(plan->context, &x, a->x));
   TRY(check_operand(plan->context, &counts, a->counts));
   TRY(check_operand(plan->context, &offsets, a->offsets));
   TRY(check_operand(plan->context, &out, cumoe_const(a->out)));
-  if (need) TRY(check_operand(plan->context, &workspace, cumoe_const(a->workspace)));
-  REQUIRE(!need || (size_t)a->workspace.cols >= need, CUMOE_ERR_WORKSPACE,
-          "args.workspace has %lld bytes, %zu are needed", (long long)a->workspace.cols, need);
+  TRY(check_workspace_view(plan->context, "args.workspace", cumoe_const(a->workspace), need));
   REQUIRE(a->expected_rows >= 0, CUMOE_ERR_INVALID_ARGUMENT, "args.expected_rows is %lld, must not be negative",
           (long long)a->expected_rows);
   const named_view views[] = {{"args.out", cumoe_const(a->out)},

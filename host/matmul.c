@@ -63,18 +63,6 @@ static size_t workspace_bytes(struct context *context)
   return (size_t)(context->info.cc_major >= 9 ? 32 : 4) << 20; /* what cuBLAS's manual asks for */
 }
 
-static cumoe_status check_scratch(struct context *context, cumoe_view w)
-{
-  const size_t need = workspace_bytes(context);
-  if (absent(&w) && need == 0) return CUMOE_OK;
-  REQUIRE(!absent(&w), CUMOE_ERR_WORKSPACE, "args.workspace is absent, %zu bytes are needed", need);
-  const operand want = {"args.workspace", 1, w.cols, DTYPE_BIT(CUMOE_U8), 256};
-  TRY(check_operand(context, &want, w));
-  REQUIRE((size_t)w.cols >= need, CUMOE_ERR_WORKSPACE, "args.workspace has %lld bytes, %zu are needed",
-          (long long)w.cols, need);
-  return CUMOE_OK;
-}
-
 static cumoe_status check_matmul(struct context *context, const cumoe_matmul_args *m)
 {
   const uint32_t known = CUMOE_MATMUL_TRANSPOSE_A | CUMOE_MATMUL_TRANSPOSE_B | CUMOE_MATMUL_TF32;
@@ -96,7 +84,7 @@ static cumoe_status check_matmul(struct context *context, const cumoe_matmul_arg
   TRY(check_batch(context, &b_want, m->b, batch, m->b_stride, &b));
   TRY(check_batch(context, &c_want, first_c, batch, m->c_stride, &c));
   TRY(check_apart(m, batch));
-  TRY(check_scratch(context, cumoe_const(m->workspace)));
+  TRY(check_scratch(context, cumoe_const(m->workspace), workspace_bytes(context)));
   const named_view all[] = {{"args.c", c}, {"args.workspace", cumoe_const(m->workspace)}, {"args.a", a}, {"args.b", b}};
   return check_overlaps(all, 2, 4);
 }

@@ -277,6 +277,15 @@ static cumoe_status check_forward(cumoe_plan handle, cumoe_weights weights, cons
   return check_layer_overlaps(a, with);
 }
 
+/* Of a call whose arguments need no look: the objects alone, which may have ended. */
+static cumoe_status find_operands(cumoe_plan handle, cumoe_weights weights, layer_operands *with)
+{
+  const struct plan *plan;
+  TRY(find_plan(handle, &plan));
+  *with = (layer_operands){.plan = plan};
+  return find_weights("weights", weights, plan, false, &with->weights);
+}
+
 /* ---- forward: where everything lies ---- */
 
 /* A call under way: the caller's arguments, what will be launched, and where every intermediate lies. */
@@ -695,7 +704,7 @@ static cumoe_status prepare(cumoe_plan plan, cumoe_weights weights, const cumoe_
                             cumoe_moe_args *a, layer_operands *with, pass *p)
 {
   TRY(take_struct("args", args, a));
-  TRY(check_forward(plan, weights, a, with));
+  TRY(ends->checked ? find_operands(plan, weights, with) : check_forward(plan, weights, a, with));
   if (a->x.rows == 0) return CUMOE_OK;
   struct context *context = with->plan->context;
   layer_call call = call_of(with, a);

@@ -45,6 +45,7 @@ enum { LAYER_MAP = 1, LAYER_UP = 2, LAYER_DOWN = 4 };
 
 /* Of a layer by ids whose caller has grids ahead and behind (ep.c). */
 typedef struct layer_ends {
+  bool checked;           /* the arguments follow from what the caller's call has checked */
   uint32_t parts;         /* LAYER_*; 0: all */
   int32_t spared;         /* SMs that its products leave to other grids */
   int32_t first, columns; /* of down's outputs; 0 columns: all of them */

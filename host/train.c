@@ -17,17 +17,6 @@ static cumoe_status check_vector(struct context *context, const char *name, cumo
   return check_operand(context, &want, v);
 }
 
-cumoe_status check_scratch(struct context *context, cumoe_view_mut workspace, size_t bytes)
-{
-  const cumoe_view w = cumoe_const(workspace);
-  const operand want = {"args.workspace", 1, w.cols, DTYPE_BIT(CUMOE_U8), 256};
-  REQUIRE(!absent(&w) || bytes == 0, CUMOE_ERR_WORKSPACE, "args.workspace is absent, %zu bytes are needed", bytes);
-  TRY(check_optional(context, &want, w));
-  REQUIRE((size_t)w.cols >= bytes, CUMOE_ERR_WORKSPACE, "args.workspace has %lld bytes, %zu are needed",
-          (long long)w.cols, bytes);
-  return CUMOE_OK;
-}
-
 cumoe_status check_count(const char *name, int64_t count)
 {
   REQUIRE(count >= 0 && count <= INT32_MAX, CUMOE_ERR_INVALID_ARGUMENT, "%s is %lld, must be 0 .. 2^31 - 1", name,
@@ -128,7 +117,7 @@ static cumoe_status check_embedding_backward(struct context *context, const cumo
   const operand want = {"args.dtable", table.rows, a->dy.cols, DTYPE_BIT(a->dy.dtype & 31) | DTYPE_BIT(CUMOE_F32), 0};
   TRY(check_counted(context, &want, table));
   TRY(check_count("args.dtable.rows", table.rows));
-  TRY(check_scratch(context, a->workspace, sort_bytes(a->ids.cols, table.rows)));
+  TRY(check_scratch(context, cumoe_const(a->workspace), sort_bytes(a->ids.cols, table.rows)));
   const named_view views[] = {
       {"args.dtable", table}, {"args.workspace", cumoe_const(a->workspace)}, {"args.dy", a->dy}, {"args.ids", a->ids}};
   return check_overlaps(views, 2, 4);
@@ -215,7 +204,7 @@ static cumoe_status check_norm_backward(struct context *context, const cumoe_nor
   TRY(check_gradient(context, "args.dweight", a->dweight, 1, a->x.cols, a->x.dtype));
   if (!centered) TRY(check_absent("args.dbias", cumoe_const(a->dbias), "rmsnorm has no bias"));
   TRY(check_gradient(context, "args.dbias", a->dbias, 1, a->x.cols, a->x.dtype));
-  TRY(check_scratch(context, a->workspace, norm_bytes(context, a->x.rows, a->x.cols)));
+  TRY(check_scratch(context, cumoe_const(a->workspace), norm_bytes(context, a->x.rows, a->x.cols)));
   const named_view views[] = {{"args.dx", cumoe_const(a->dx)},
                               {"args.dweight", cumoe_const(a->dweight)},
                               {"args.dbias", cumoe_const(a->dbias)},
@@ -425,7 +414,7 @@ static cumoe_status check_global_norm(struct context *context, const cumoe_globa
   TRY(check_vector(context, "args.factor", cumoe_const(a->factor), 1, DTYPE_BIT(CUMOE_F32)));
   const operand step = {"args.step", 1, 1, DTYPE_BIT(CUMOE_I64), 0};
   TRY(check_optional(context, &step, cumoe_const(a->step)));
-  TRY(check_scratch(context, a->workspace, (size_t)*runs * sizeof(double)));
+  TRY(check_scratch(context, cumoe_const(a->workspace), (size_t)*runs * sizeof(double)));
   named_view views[] = {{"args.norm", cumoe_const(a->norm)},
                         {"args.factor", cumoe_const(a->factor)},
                         {"args.step", cumoe_const(a->step)},

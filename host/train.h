@@ -6,8 +6,6 @@
 #include "context.h"
 #include "../kernels/train.h"
 
-/* A scratch of so many bytes. */
-cumoe_status check_scratch(struct context *context, cumoe_view_mut workspace, size_t bytes);
 /* Rows and columns that kernels count in 32 bits. */
 cumoe_status check_count(const char *name, int64_t count);
 cumoe_status check_flags(const char *name, uint32_t flags, uint32_t known);

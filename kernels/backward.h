@@ -43,12 +43,15 @@ typedef struct pad_args {
   row_map map;
   int32_t *counts, *offsets, *row_pair, *slot_row;
   float *row_weight; /* NULL, or of each row: its pair's weight, 0 where there is none. CUDA only */
-  int32_t *tickets;  /* NULL, or TICKET_WORDS, which become 0 */
+  int32_t *tickets;  /* NULL, or TICKET_WORDS(experts), which become 0 */
   int64_t rows_cap;
 } pad_args;
 
-/* What the backward's two products by down_drawn draw, each from its own words (kernels/protocol.h). CUDA only. */
-enum { TICKETS_OF_D_H = 0, TICKETS_OF_D_ROWS = PROGRESS_COPIED, TICKET_WORDS = 2 * PROGRESS_COPIED };
+/* What the backward's two products by down_drawn draw, each from its own words (kernels/protocol.h), and what d h says
+ * of itself, if its protocol is by_expert: how many units of x's copy are made, and of each expert how many octets of
+ * channels of rows of h and d z are stored. CUDA only. */
+enum { TICKETS_OF_D_H = 0, TICKETS_OF_D_ROWS = PROGRESS_COPIED, D_H_COPIED = 2 * PROGRESS_COPIED, D_H_STORED };
+#define TICKET_WORDS(experts) (D_H_STORED + (experts))
 
 /* Which of its rows a matrix has for row r: r, that of its token or that of its pair. */
 enum { OF_ROW = 0, OF_TOKEN, OF_PAIR };
@@ -103,6 +106,8 @@ typedef struct rows_product_args {
  * expert without rows stays as it is. padded: rows are, a and b are OF_ROW and zeros where no pair is, up to the next
  * multiple of ROW_STEP. weight_gradient: all but the bias, which is there; bias_gradient: the bias. Unit: (expert,
  * half, block of GRADIENT_BLOCK n), n fastest.
+ * Hints to a kernel that starts early (kernels/protocol.h): nobody wants or touches what the grid ahead does (beside),
+ * but for a d h (d_h: the words of its tickets; d_h_octets of a row): then its counts tell what is there.
  */
 typedef struct weight_gradient_args {
   row_map map;
@@ -111,6 +116,8 @@ typedef struct weight_gradient_args {
   int64_t a_half[2], a_n;
   int32_t d_dtype, halves, n, k;
   int32_t weighs, accumulates, padded;
+  int32_t beside, d_h_octets;
+  const int32_t *d_h; /* NULL: none */
   float scale;
 } weight_gradient_args;
 
@@ -220,6 +227,8 @@ typedef struct gather_args {
  *   balance * E * sum_e f_e P_e    f_e: the part of all slots that chose e; P_e: the mean of p_e over tokens
  *   z * mean of log(sum_e exp(l_e))^2
  * gate_count: unit: a column e; gate_backward: a token; gate_scale: a column; gate_loss: 1.
+ * gate_backward makes d_weights as well, a token's by a warp, if has_pairs: a launch less. beside: as of a gradient of
+ * weights.
  */
 typedef struct gate_backward_args {
   gate_args g;
@@ -229,12 +238,14 @@ typedef struct gate_backward_args {
   int64_t d_weights_ld, d_logits_ld;
   float parts_scale;
   float balance, z;
-  int64_t *count;        /* [E]: slots of each expert */
-  double *token_loss;    /* [T, 2]: what each token adds */
-  double *pair_scale;    /* [T, k]: what each pair adds to d_expert_scale */
-  float *d_expert_scale; /* [E] or NULL */
-  float *losses;         /* [2] or NULL */
-  int32_t accumulates;   /* onto d_expert_scale */
+  int64_t *count;            /* [E]: slots of each expert */
+  double *token_loss;        /* [T, 2]: what each token adds */
+  double *pair_scale;        /* [T, k]: what each pair adds to d_expert_scale */
+  float *d_expert_scale;     /* [E] or NULL */
+  float *losses;             /* [2] or NULL */
+  int32_t accumulates;       /* onto d_expert_scale */
+  int32_t beside, has_pairs; /* CUDA only */
+  pair_gradient_args pairs;
 } gate_backward_args;
 
 #endif

@@ -716,6 +716,58 @@ static void test_shapes(cumoe_context context)
   CHECK_OK(cumoe_context_destroy(cpu));
 }
 
+static attention_case random_attention(rng *r, int32_t keys)
+{
+  static const int32_t dims[] = {64, 80, 96, 128, 192, 256};
+  attention_case c = {.form = ONE, .causal = (int32_t)rng_below(r, 2), .kv_heads = 1 + (int32_t)rng_below(r, 3)};
+  c.heads = c.kv_heads * (1 + (int32_t)rng_below(r, 6));
+  c.head_dim = rng_below(r, 3) ? dims[rng_below(r, 6)] : 8 * (1 + (int32_t)rng_below(r, 32));
+  if (rng_below(r, 3) == 0) c.window = 1 + (int32_t)rng_below(r, keys);
+  if (rng_below(r, 4) == 0) c.scale = (float)(rng_uniform(r) - .5);
+  if (rng_below(r, 4) == 0) c.softcap = (float)(1 + 40 * rng_uniform(r));
+  c.dtype = case_dtypes[rng_below(r, 3)];
+  const int32_t sinks[] = {0, CUMOE_F32, c.dtype};
+  c.sinks = sinks[rng_below(r, 3)];
+  return c;
+}
+
+/* Any mask, heads, lengths and pages together. */
+static shape_case random_shape(rng *r)
+{
+  static const int32_t pads[] = {0, 0, 1, 3, 8};
+  shape_case s = {.queries = 1 + (int32_t)rng_below(r, rng_below(r, 3) ? 200 : 6)};
+  s.keys = 1 + (int32_t)rng_below(r, rng_below(r, 3) ? 300 : 2000);
+  s.pad = pads[rng_below(r, 5)];
+  s.c = random_attention(r, s.keys);
+  if (rng_below(r, 2)) return s;
+  s.c.form = CROSS;
+  s.sequences = 1 + (int32_t)rng_below(r, 9);
+  if (rng_below(r, 2)) {
+    s.page = 1 + (int32_t)rng_below(r, s.keys < 20 ? s.keys : 20);
+    s.c.form = rng_below(r, 2) ? PAGED : BAD_PAGES;
+  } else {
+    s.irregular = s.sequences > 1 && s.queries > 2 && rng_below(r, 4) == 0;
+  }
+  return s;
+}
+
+static void test_random(cumoe_context context)
+{
+  const seed_range seeds = test_seeds(getenv("SMALL") ? 4 : 40);
+  cumoe_context cpu = NULL;
+  if (!CHECK_OK(cumoe_context_create(CUMOE_DEVICE_CPU, NULL, &cpu))) return;
+  for (int i = seeds.first; i < seeds.end; i++) {
+    rng r = {(uint64_t)i * 11 + 5};
+    const shape_case s = random_shape(&r);
+    case_begin("seed %d: %d queries, %d keys, %d sequences, page %d, pad %d, heads %d of %d, D %d, window %d, %s", i,
+               (int)s.queries, (int)s.keys, (int)s.sequences, (int)s.page, (int)s.pad, (int)s.c.heads,
+               (int)s.c.kv_heads, (int)s.c.head_dim, (int)s.c.window, cumoe_dtype_name((cumoe_dtype)s.c.dtype));
+    check_shape(context, cpu, &s);
+    case_end();
+  }
+  CHECK_OK(cumoe_context_destroy(cpu));
+}
+
 /* What is not seen has no part in a result, even where it is NaN or infinite; tiles leave such rows to another path. */
 static void test_nan_in_tiles(cumoe_context context)
 {
@@ -964,6 +1016,7 @@ static const test_group groups[] = {
     GROUP("decode", test_decode, ANYWHERE),
     GROUP("rotary embedding", test_rope, ANYWHERE),
     GROUP("shapes", test_shapes, ANYWHERE),
+    GROUP("at random", test_random, ON_CUDA),
     GROUP("refusals", test_refusals, ANYWHERE),
     GROUP("NaN in tiles", test_nan_in_tiles, ANYWHERE),
     GROUP("NaN in tiles, backward", test_nan_backward, ANYWHERE),

@@ -1045,8 +1045,8 @@ static void check_beside_cpu(cumoe_context context, cumoe_context cpu, const lay
   check_grads_equal(s, &got, &again);
   layer_spec chosen = *s;
   layer_inputs given = *in;
-  chosen.chosen = true;
-  given.ids = got.ids;
+  chosen.chosen = !routed_by_caller(s);
+  if (chosen.chosen) given.ids = got.ids;
   const grads want = run_backward(cpu, &chosen, &given, one);
   check_grads_near(s, &got, &want, device_tolerance(s->desc.dtype));
 }
@@ -1203,6 +1203,54 @@ static void test_near_cpu(cumoe_context context)
                     .z = .001f,
                     .kept = i % 2,
                     .own_form = i % 4 < 2};
+    check_beside_cpu(context, cpu, &s, &in, &w, &w);
+    case_end();
+  }
+  CHECK_OK(cumoe_context_destroy(cpu));
+}
+
+/* Where a rounding decides between two slopes, or two logits, the devices may differ. */
+static void smooth_out(layer_spec *s)
+{
+  if (s->desc.act == CUMOE_ACT_RELU || s->desc.act == CUMOE_ACT_RELU2) s->desc.act = CUMOE_ACT_SILU;
+  s->desc.act_limit = 0;
+  s->desc.flags &= ~(uint32_t)CUMOE_MOE_LIMIT_AFTER;
+  s->desc.routing.logits_dtype = 0;
+}
+
+/* Any feature, widths, form and wish together. T = 0 writes nothing. */
+static layer_spec random_spec(rng *r, int32_t dtype, wish *w)
+{
+  int features = 0;
+  while (feature_name(features)) features++;
+  layer_spec s = feature_spec((int)rng_below(r, features), dtype, 1 + rng_below(r, 300), rng_next(r));
+  smooth_out(&s);
+  s.desc.hidden = 8 * (1 + (int32_t)rng_below(r, rng_below(r, 3) ? 24 : 70));
+  s.desc.inter = 8 * (1 + (int32_t)rng_below(r, rng_below(r, 3) ? 24 : 70));
+  if (s.desc.num_experts > 100) s.desc.num_experts = 24;
+  s.select_bias = false; /* not with ids that the CPU device is given */
+  if (s.form.gate_order == CUMOE_GATE_UP_CONCAT) layer_random_form(r, &s);
+  w->dtype = rng_below(r, 2) ? CUMOE_F32 : dtype;
+  w->kept = rng_below(r, 2), w->accumulate = rng_below(r, 2), w->pointers = rng_below(r, 2);
+  w->own_form = rng_below(r, 2);
+  if (!routed_by_caller(&s)) w->balance = rng_below(r, 2) ? .01f : 0, w->z = rng_below(r, 2) ? .001f : 0;
+  return s;
+}
+
+static void test_random(cumoe_context context)
+{
+  const seed_range seeds = test_seeds(getenv("SMALL") ? 6 : 60);
+  cumoe_context cpu = cpu_new();
+  for (int i = seeds.first; i < seeds.end; i++) {
+    rng r = {(uint64_t)i * 7 + 13};
+    wish w = {0};
+    const layer_spec s = random_spec(&r, case_dtypes[i % 3], &w);
+    case_begin("seed %d: %s, T %d E %d k %d H %d I %d, flags %u %u, kept %d", i,
+               cumoe_dtype_name((cumoe_dtype)s.desc.dtype), (int)s.tokens, s.desc.num_experts, s.desc.routing.top_k,
+               s.desc.hidden, s.desc.inter, s.desc.flags, s.desc.routing.flags, w.kept);
+    const layer_inputs in = layer_inputs_new(&s);
+    const tensor d_out = d_out_new(&s);
+    w.d_out = &d_out;
     check_beside_cpu(context, cpu, &s, &in, &w, &w);
     case_end();
   }
@@ -1603,6 +1651,7 @@ static const test_group groups[] = {
     GROUP("bit by bit as the CPU", test_whole_bits, ON_CUDA),
     GROUP("kernels of rows", test_product_rows, ON_CUDA),
     GROUP("near the CPU", test_near_cpu, ON_CUDA),
+    GROUP("at random", test_random, ON_CUDA),
     GROUP("kernels of gradients", test_gradient_rows, ON_CUDA),
     GROUP("kernels that keep", test_keep_rows, ON_CUDA),
     GROUP("kernels that draw", test_drawn_rows, ON_CUDA),

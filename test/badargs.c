@@ -2171,6 +2171,13 @@ static int change_map(int which, arguments *a, expectation *e)
   return n;
 }
 
+static int change_masked(int which, arguments *a, expectation *e)
+{
+  int n = 0;
+  CHANGE(WORKSPACE, "args.workspace is absent, ", a->masked.workspace = no_view_mut())
+  return n;
+}
+
 static int change_softmax_backward(int which, arguments *a, expectation *e)
 {
   int n = 0;
@@ -2296,6 +2303,7 @@ static const struct {
                {"cumoe_moe_forward", "router", change_forward_router},
                {"cumoe_moe_backward", "ids", change_backward_ids},
                {"cumoe_map", "chunks", change_map},
+               {"cumoe_masked_forward", "plain", change_masked},
                {"cumoe_copy", "plain", change_copy},
                {"cumoe_module_load_file", "plain", change_path},
                {"cumoe_up", "plain", change_up},

@@ -168,13 +168,18 @@ static int32_t rounded_up(int64_t width, const cumoe_format *f)
   return (int32_t)((width + unit - 1) / unit * unit);
 }
 
+void format_layer(layer_spec *s, cumoe_format f, int parts)
+{
+  set_formats(s, f, parts);
+  s->desc.hidden = rounded_up(s->desc.hidden, &s->desc.up_format);
+  s->desc.inter = rounded_up(s->desc.inter, &s->desc.down_format);
+}
+
 static layer_spec spec_with(rng *r, cumoe_format f, int parts, int32_t dtype, int64_t tokens, int64_t hidden,
                             int64_t inter)
 {
-  layer_spec s = layer_spec_new(dtype, tokens, 0, 0);
-  set_formats(&s, f, parts);
-  s.desc.hidden = rounded_up(hidden, &s.desc.up_format);
-  s.desc.inter = rounded_up(inter, &s.desc.down_format);
+  layer_spec s = layer_spec_new(dtype, tokens, (int32_t)hidden, (int32_t)inter);
+  format_layer(&s, f, parts);
   s.seed = rng_next(r);
   s.pad = rng_below(r, 3);
   format_random_form(r, &s);

@@ -18,7 +18,7 @@
 #include <cuda_runtime_api.h>
 
 #include "../host/ep.h"
-#include "test.h"
+#include "cases_format.h"
 
 enum { MOST_RANKS = 70, MOST_LANES = 2, MOST_EXPERTS = 256, CALLS = 3 };
 enum { SHARED_INTER = 24, ROUTER_WIDTH = 16, POISON = 0xff };
@@ -47,12 +47,14 @@ typedef struct world {
   bool aside, own;                /* rows aside, and own tokens a layer of their own, however few; of one rank a GPU */
   bool varies;                    /* calls say in turn tokens_max, the group's room, three times tokens_max */
   const uint64_t *says;           /* of each rank: its mask, 0: makes no call of it */
+  cumoe_format format;            /* of the experts' weights, or zeros */
   int32_t zero, identity, groups; /* of experts, which are ranked by their sigmoids and a bias */
   /* made */
   cumoe_moe_desc desc;
   int64_t all; /* tokens of all ranks */
   tensor x, router, gate_up, down, shared_up, shared_down, shared_gate, residual_rows, ids, weights, placement;
   tensor logits, router_apart, x_apart, ids_kept, weights_kept, bias;
+  host_projection coded[2];                         /* with a format: gate_up, down */
   int32_t local[MOST_RANKS], (*held)[MOST_EXPERTS]; /* experts of each rank, by their local number */
 } world;
 
@@ -110,6 +112,16 @@ static void misplace(world *w)
       if (tensor_get(&w->ids, t, slot) == 0) tensor_set(&w->weights, t, slot, 0);
 }
 
+static void make_coded(world *w, rng *r)
+{
+  if (format_is_dense(&w->format)) return;
+  w->desc.up_format = w->desc.down_format = w->format;
+  const weights_form form = {CUMOE_GATE_UP_CONCAT, CUMOE_OUT_IN, CUMOE_OUT_IN, .up = w->format, .down = w->format};
+  const host_weights all = random_weights(r, &w->desc, w->experts, w->inter, form);
+  w->coded[0] = all.gate_up;
+  w->coded[1] = all.down;
+}
+
 static void make_kept(world *w)
 {
   w->ids_kept = tensor_new(CUMOE_I32, w->x.rows, w->top_k);
@@ -152,6 +164,7 @@ static void make_world(world *w)
   w->router_apart = tensor_normal(&r, w->dtype, ids, ROUTER_WIDTH, 0, .4);
   w->x_apart = tensor_normal(&r, w->dtype, rows * w->all, ROUTER_WIDTH, 0, 1);
   make_kept(w);
+  make_coded(w, &r);
   if (w->weights.rows) tensor_set(&w->weights, 0, 0, 0);
   place_experts(w);
   if (w->misplaces) misplace(w);
@@ -164,11 +177,52 @@ static cumoe_view rows_of(const tensor *t, int64_t first, int64_t rows)
   return cumoe_matrix(t->data + (size_t)first * row, (cumoe_dtype)t->dtype, rows, t->cols, t->cols);
 }
 
+/* Of these experts. */
+static cumoe_array array_of(const tensor *t, int32_t experts, const int32_t *held, int32_t count, const void **pointers)
+{
+  if (!t->data) return (cumoe_array){0};
+  const int64_t rows = t->rows / experts;
+  for (int32_t i = 0; i < count; i++) pointers[i] = rows_of(t, held[i] * rows, 1).data;
+  return (cumoe_array){.data = cumoe_matrix(NULL, (cumoe_dtype)t->dtype, rows, t->cols, t->cols),
+                       .per_expert = pointers};
+}
+
+static cumoe_projection coded_projection(const world *w, int which, const int32_t *held, int32_t count,
+                                         const void *pointers[3][MOST_EXPERTS])
+{
+  const host_projection *p = &w->coded[which];
+  const cumoe_array data = array_of(&p->data, w->experts, held, count, pointers[0]);
+  return (cumoe_projection){.data = data.data,
+                            .per_expert = data.per_expert,
+                            .scale = array_of(&p->scale, w->experts, held, count, pointers[1]),
+                            .zero = array_of(&p->zero, w->experts, held, count, pointers[2])};
+}
+
+static cumoe_status bind_coded(const world *w, cumoe_context context, const int32_t *held, int32_t count,
+                               cumoe_weights *weights)
+{
+  const void *pointers[2][3][MOST_EXPERTS];
+  const cumoe_weights_desc d = {.size = sizeof d,
+                                .experts = count,
+                                .hidden = w->hidden,
+                                .inter = w->inter,
+                                .gate_order = CUMOE_GATE_UP_CONCAT,
+                                .up_major = CUMOE_OUT_IN,
+                                .down_major = CUMOE_OUT_IN,
+                                .gate_up = coded_projection(w, 0, held, count, pointers[0]),
+                                .down = coded_projection(w, 1, held, count, pointers[1]),
+                                .up_format = w->format,
+                                .down_format = w->format,
+                                .dtype = w->dtype};
+  return cumoe_weights_bind(context, &d, weights);
+}
+
 /* So many experts, where they lie in the whole layer. */
 static cumoe_status bind(const world *w, cumoe_context context, const int32_t *held, int32_t count,
                          cumoe_weights *weights)
 {
   const void *up[MOST_EXPERTS], *down[MOST_EXPERTS];
+  if (!format_is_dense(&w->format)) return bind_coded(w, context, held, count, weights);
   cumoe_weights_desc d = {.size = sizeof d,
                           .experts = count,
                           .hidden = w->hidden,
@@ -290,6 +344,11 @@ static void upload_world(cumoe_context context, world *w)
                          &w->shared_down, &w->shared_gate, &w->residual_rows, &w->ids,     &w->weights,
                          &w->placement,   &w->logits,      &w->router_apart,  &w->x_apart, &w->bias};
   for (size_t i = 0; i < sizeof all / sizeof *all; i++) upload(context, all[i]);
+  for (int i = 0; i < 2; i++) {
+    upload(context, &w->coded[i].data);
+    upload(context, &w->coded[i].scale);
+    upload(context, &w->coded[i].zero);
+  }
 }
 
 /* Rows first .. of `from`, which the device has, into the host's. */
@@ -381,8 +440,8 @@ static bool has_place(const world *w, int32_t expert)
 {
   bool any = false;
   for (int32_t p = 0; p < places_of(w); p++) {
-    const int32_t place = (int32_t)tensor_get(&w->placement, expert, p);
-    any |= place >= 0 && !lost(w, place >> 16);
+    const int32_t where = (int32_t)tensor_get(&w->placement, expert, p);
+    any |= where >= 0 && !lost(w, where >> 16);
   }
   return any;
 }
@@ -400,6 +459,17 @@ static void check_exact(const world *w, const tensor *out)
   check_same("out", out, &want);
 }
 
+/* It may have no expert but one that nobody asks it for. */
+static bool serves(const world *w, int32_t rank)
+{
+  bool any = false;
+  for (int64_t i = 0; i < w->placement.rows * w->placement.cols; i++) {
+    const int32_t where = (int32_t)tensor_get(&w->placement, i / w->placement.cols, i % w->placement.cols);
+    any |= where >= 0 && where >> 16 == rank;
+  }
+  return any;
+}
+
 /* The ranks' sums, each rounded, added up in their order: on the CPU to the bit, on a GPU in f32. */
 static void check_sums(const world *w, const tensor *out)
 {
@@ -407,7 +477,7 @@ static void check_sums(const world *w, const tensor *out)
   double *sum = scratch((size_t)count, sizeof *sum), *error = scratch((size_t)count, sizeof *error);
   int64_t outside = 0;
   for (int32_t r = 0; r < w->ranks; r++) {
-    if (lost(w, r)) continue;
+    if (lost(w, r) || !serves(w, r)) continue;
     const tensor part = whole_layer(w, w->held[r], w->local[r], true);
     for (int64_t i = 0; i < count; i++) {
       const double term = tensor_get(&part, i / w->hidden, i % w->hidden);
@@ -739,7 +809,7 @@ static cumoe_status refill(rank *r, int number)
   return status;
 }
 
-static cumoe_status place(rank *r, const tensor *placement)
+static cumoe_status move_to(rank *r, const tensor *placement)
 {
   return cumoe_copy_from_host(r->context, as_mut(rows_of(&r->here.placement, 0, placement->rows)), placement->data,
                               (size_t)(placement->rows * placement->cols) * sizeof(int32_t), r->streams[0]);
@@ -751,7 +821,7 @@ static cumoe_status replay_others(rank *r, cumoe_status status, cumoe_graph grap
   const int64_t tokens = r->w->tokens[r->number];
   at_step(r, 0, "a replay of others", 0);
   if (status == CUMOE_OK) status = refill(r, 1);
-  if (status == CUMOE_OK) status = place(r, &r->turned);
+  if (status == CUMOE_OK) status = move_to(r, &r->turned);
   status = settle(r, 0, status);
   if (status == CUMOE_OK) status = cumoe_graph_launch(r->context, graph, r->streams[0]);
   if (status == CUMOE_OK) status = cumoe_synchronize(r->context, r->streams[0]);
@@ -760,7 +830,7 @@ static cumoe_status replay_others(rank *r, cumoe_status status, cumoe_graph grap
     status = cumoe_copy_to_host(r->context, r->others.data, (size_t)tokens * row,
                                 rows_of(&r->out_here, r->first, tokens), r->streams[0]);
   if (status == CUMOE_OK) status = refill(r, 0);
-  return status == CUMOE_OK ? place(r, &r->w->placement) : status;
+  return status == CUMOE_OK ? move_to(r, &r->w->placement) : status;
 }
 
 /* Every rank comes to the same barriers, whatever has failed. */
@@ -2067,6 +2137,92 @@ static void many_on_gpus(bool own)
   if (!emulated()) run_world(&w, false);
 }
 
+/* What the ranks' sums, by which check_sums goes, would have too often, or not at all. */
+static void randomise_exact(rng *r, world *w)
+{
+  w->shared = rng_below(r, 2), w->ungated = w->shared && rng_below(r, 2);
+  w->keeps = !w->routed && rng_below(r, 3) == 0;
+  w->bias_row = w->residual && rng_below(r, 3) == 0;
+  w->spread = (spread)rng_below(r, w->ranks > 1 ? 4 : 3);
+  w->moves = w->spread == TWICE && w->routed && rng_below(r, 2);
+  w->odd_ids = w->routed && rng_below(r, 3) == 0;
+  w->zero = (int32_t)(rng_below(r, 4) == 0 ? rng_below(r, 4) : 0);
+  w->identity = (int32_t)(rng_below(r, 4) == 0 ? rng_below(r, 4) : 0);
+  w->weigh_input = !w->identity && rng_below(r, 4) == 0;
+}
+
+/* Formats whose scales lie beside their experts. */
+static void randomise_format(rng *r, world *w)
+{
+  const cumoe_format formats[] = {cumoe_format_fp8_block(CUMOE_F32),
+                                  cumoe_format_fp8_channel(CUMOE_F32),
+                                  cumoe_format_int8(CUMOE_BF16),
+                                  cumoe_format_int4(32, CUMOE_BF16),
+                                  cumoe_format_mxfp4(),
+                                  cumoe_format_nvfp4(CUMOE_GLOBAL_NONE)};
+  if (w->dtype == CUMOE_F32 || rng_below(r, 2)) return;
+  w->format = formats[rng_below(r, 6)];
+  w->hidden = 64 * (1 + (int32_t)rng_below(r, 6)), w->inter = 32 * (1 + (int32_t)rng_below(r, 6));
+}
+
+/* All that the worlds above are about, in any combination. */
+static world random_world(rng *r)
+{
+  static const int32_t dtypes[] = {CUMOE_BF16, CUMOE_F16, CUMOE_F32};
+  world w = {.name = "random"};
+  w.ranks = 1 + (int32_t)rng_below(r, 8);
+  w.lanes = 1 + (int32_t)rng_below(r, 2);
+  w.experts = 1 + (int32_t)rng_below(r, 24);
+  w.top_k = 1 + (int32_t)rng_below(r, w.experts < 6 ? w.experts : 6);
+  w.dtype = dtypes[rng_below(r, 3)];
+  if (rng_below(r, 2)) w.hidden = 8 * (1 + (int32_t)rng_below(r, 70)), w.inter = 8 * (1 + (int32_t)rng_below(r, 8));
+  w.capacity = 1 + rng_below(r, rng_below(r, 3) ? 12 : 80);
+  if (rng_below(r, 2)) w.tokens_max = 1 + rng_below(r, 3 * w.capacity);
+  const int64_t most = w.tokens_max ? w.tokens_max : w.capacity;
+  for (int32_t i = 0; i < w.ranks; i++) w.tokens[i] = rng_below(r, 5) ? rng_below(r, most + 1) : 0;
+  w.tokens[rng_below(r, w.ranks)] = most;
+  w.parts = rng_below(r, 4) == 0;
+  w.counted = w.lanes == 1 && w.tokens_max && rng_below(r, 2); /* lanes would share the count */
+  w.exact = rng_below(r, 2);
+  w.residual = rng_below(r, 2);
+  bool *const routes[] = {&w.routed, &w.chosen, &w.from_logits, &w.apart};
+  const int64_t route = rng_below(r, 5);
+  if (route < 4) *routes[route] = true;
+  w.varies = w.tokens_max && w.tokens_max <= w.capacity && rng_below(r, 2);
+  w.spread = (spread)rng_below(r, TWICE);
+  w.aside = gpus && !emulated() && rng_below(r, 2), w.own = w.aside && rng_below(r, 2);
+  if (w.exact) randomise_exact(r, &w);
+  randomise_format(r, &w);
+  return w;
+}
+
+static void name_world(const world *w, int seed, size_t room, char *name)
+{
+  const struct {
+    bool is;
+    const char *text;
+  } words[] = {{w->parts, " parts"},   {w->counted, " counted"}, {w->exact, " exact"}, {w->routed, " routed"},
+               {w->varies, " varies"}, {w->aside, " aside"},     {w->own, " own"}};
+  int end = snprintf(name, room, "random %d: R %d L %d E %d k %d H %d C %d most %d spread %d format %d", seed,
+                     (int)w->ranks, (int)w->lanes, (int)w->experts, (int)w->top_k, (int)w->hidden, (int)w->capacity,
+                     (int)w->tokens_max, (int)w->spread, (int)w->format.element);
+  for (size_t i = 0; i < sizeof words / sizeof *words; i++)
+    end += snprintf(name + end, room - (size_t)end, "%s", words[i].is ? words[i].text : "");
+}
+
+static void at_random(void)
+{
+  const seed_range seeds = test_seeds(emulated() ? 10 : 40);
+  for (int i = seeds.first; i < seeds.end && !gave_up; i++) {
+    rng r = {(uint64_t)i + 77};
+    char name[160];
+    world w = random_world(&r);
+    name_world(&w, i, sizeof name, name);
+    w.name = name;
+    run_world(&w, rng_below(&r, 2));
+  }
+}
+
 /* After one that gave up the others would cost their timeouts. */
 static void answers_on_gpus(void)
 {
@@ -2090,6 +2246,7 @@ static void answers_on_gpus(void)
                      .exact = i < 2};
     run_world(&w, i == 1 || i == 2);
   }
+  at_random();
   for (int i = 0; i < 2 && !gave_up; i++) { /* who waits for what a rank does not have still gets an answer */
     const world w = {.name = "an expert that its rank does not have",
                      .ranks = 3,
@@ -2466,6 +2623,20 @@ static const struct {
                  PLACED(out),  PLACED(ids_out),   PLACED(weights_out),   PLACED(device_tokens), PLACED(counts_out),
                  PLACED(load), PLACED(workspace), PLACED(placement)};
 
+/* And weights: down's of all experts. */
+static void bad_weights(const rank *r, const cumoe_ep_args *e)
+{
+  int32_t held[MOST_EXPERTS];
+  cumoe_weights inside = NULL;
+  world w = *r->w;
+  for (int32_t i = 0; i < w.experts; i++) held[i] = i;
+  w.down.data = (unsigned char *)r->arena + 1024;
+  CHECK_OK(bind(&w, r->context, held, w.experts, &inside));
+  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_ep_forward(r->group, inside, e, NULL));
+  CHECK_TEXT("the group's arena overlaps weights: down");
+  CHECK_OK(cumoe_weights_destroy(inside));
+}
+
 static void bad_forward(rank *r)
 {
   const world *w = r->w;
@@ -2510,6 +2681,7 @@ static void bad_forward(rank *r)
     CHECK_TEXT(misplaced[i].name);
   }
   a = right, e = right_e;
+  bad_weights(r, &e);
   CHECK_OK(cumoe_ep_forward(r->group, r->weights, &e, NULL));
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_ep_forward(NULL, r->weights, &e, NULL));
   bad_order(r, &e);
@@ -2714,12 +2886,19 @@ static void refusals(void)
 }
 
 static const test_group groups[] = {
-    GROUP("ranks on GPUs", on_gpus, ON_CUDA), GROUP("few tokens on GPUs", few_on_gpus, ON_CUDA),
-    ALONE("answers", answers, ONCE),          ALONE("trouble", troubles, ONCE),
-    ALONE("without a rank", without, ONCE),   ALONE("masks", masks, ONCE),
-    ALONE("processes", processes, ONCE),      ALONE("layouts", layouts, ONCE),
-    ALONE("arguments", arguments, ONCE),      ALONE("overlap", overlap, ONCE),
-    ALONE("refusals", refusals, ONCE),        ALONE("forged", forged, ONCE),
+    GROUP("ranks on GPUs", on_gpus, ON_CUDA),
+    GROUP("few tokens on GPUs", few_on_gpus, ON_CUDA),
+    ALONE("answers", answers, ONCE),
+    ALONE("at random", at_random, ONCE),
+    ALONE("trouble", troubles, ONCE),
+    ALONE("without a rank", without, ONCE),
+    ALONE("masks", masks, ONCE),
+    ALONE("processes", processes, ONCE),
+    ALONE("layouts", layouts, ONCE),
+    ALONE("arguments", arguments, ONCE),
+    ALONE("overlap", overlap, ONCE),
+    ALONE("refusals", refusals, ONCE),
+    ALONE("forged", forged, ONCE),
 };
 #ifndef TEST_STAGED
 TEST_MAIN(groups)

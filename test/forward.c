@@ -10,6 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "cases_format.h"
 #include "cases_layer.h"
 
 static const uint8_t poisons[] = {0xff, 0x3b};
@@ -180,7 +181,8 @@ static layer_spec random_spec(rng *r, cumoe_context context, int32_t dtype)
 static void sweep_random(cumoe_context context, int32_t dtype)
 {
   if (!group_begin("%s: random layers, %s", context_name(context), cumoe_dtype_name((cumoe_dtype)dtype))) return;
-  for (int i = 0; i < (on_device(context) ? 250 : 120); i++) {
+  const seed_range seeds = test_seeds(on_device(context) ? 250 : 120);
+  for (int i = seeds.first; i < seeds.end; i++) {
     rng r = {(uint64_t)i * 3 + (uint64_t)dtype};
     layer_spec s = random_spec(&r, context, dtype);
     case_begin("seed %d: T %" PRId64 " E %d k %d H %d I %d input %d score %d flags %u", i, s.tokens, s.desc.num_experts,
@@ -188,6 +190,49 @@ static void sweep_random(cumoe_context context, int32_t dtype)
     run_case(context, &s);
     case_end();
   }
+  group_end();
+}
+
+/* Some as wide as a model's, with fewer tokens. */
+static layer_spec random_format_spec(rng *r, cumoe_context context, int32_t dtype, const char **name)
+{
+  layer_spec s = random_spec(r, context, dtype);
+  const bool ungated = s.desc.flags & CUMOE_MOE_UNGATED;
+  const uint32_t flags = s.desc.flags;
+  int formats = 0;
+  cumoe_format f;
+  while (format_name(formats, &f)) formats++;
+  *name = format_name((int)rng_below(r, formats), &f);
+  if (on_device(context) && rng_below(r, 3) == 0) {
+    s.tokens = rng_below(r, 100), s.distinct = 0;
+    s.device_tokens = (int32_t)rng_below(r, s.tokens + 1);
+    s.desc.hidden = 64 * (1 + (int32_t)rng_below(r, 24)), s.desc.inter = 64 * (1 + (int32_t)rng_below(r, 24));
+  }
+  format_layer(&s, f, 1 + (int)rng_below(r, 3));
+  do {
+    s.desc.flags = flags;
+    format_random_form(r, &s);
+  } while ((s.form.gate_order == CUMOE_UNGATED) != ungated);
+  return s;
+}
+
+static void sweep_random_formats(cumoe_context context, int32_t dtype)
+{
+  if (dtype == CUMOE_F32) return;
+  if (!group_begin("%s: random formats, %s", context_name(context), cumoe_dtype_name((cumoe_dtype)dtype))) return;
+  const seed_range seeds = test_seeds(on_device(context) ? 120 : 60);
+  oracle_device = on_device(context) ? DEVICE_ANY : 0;
+  for (int i = seeds.first; i < seeds.end; i++) {
+    const char *name;
+    rng r = {(uint64_t)i * 5 + (uint64_t)dtype + 1000003};
+    layer_spec s = random_format_spec(&r, context, dtype, &name);
+    case_begin("seed %d: %s T %" PRId64 " E %d k %d H %d I %d input %d score %d flags %u %u", i, name, s.tokens,
+               s.desc.num_experts, s.desc.routing.top_k, s.desc.hidden, s.desc.inter, s.input, s.desc.routing.score,
+               s.desc.routing.flags, s.desc.flags);
+    run_case(context, &s);
+    case_end();
+  }
+  oracle_device = 0;
   group_end();
 }
 
@@ -720,6 +765,34 @@ static void sweep_codes(cumoe_context context, int32_t dtype)
   group_end();
 }
 
+/* Rows of codes that are weighed before the activation: of one stage or two, so that a tile's end and the next one's
+ * begin meet, and of one expert or few, so that tiles are full. */
+static void sweep_weighed_codes(cumoe_context context, int32_t dtype)
+{
+  static const int32_t tokens[] = {365, 700, 1500}, hiddens[] = {32, 192, 64}, inters[] = {112, 512};
+  if (dtype == CUMOE_F32) return;
+  if (!group_begin("%s: weighed codes, %s", context_name(context), cumoe_dtype_name((cumoe_dtype)dtype))) return;
+  oracle_device = on_device(context) ? DEVICE_ANY : 0;
+  for (int i = 0; i < (on_device(context) ? 24 : 4); i++) {
+    const cumoe_format formats[] = {cumoe_format_fp8_block(CUMOE_F32), cumoe_format_fp8_channel(CUMOE_F32),
+                                    cumoe_format_int8(CUMOE_F32), cumoe_format_fp8_tensor(CUMOE_ROWS_STATIC)};
+    layer_spec s =
+        layer_spec_new(dtype, tokens[i % 3] / (on_device(context) ? 1 : 7), hiddens[i / 2 % 3], inters[i % 2]);
+    s.distinct = 61;
+    s.desc.num_experts = 1 + i / 4 % 3;
+    s.desc.routing.top_k = 1;
+    s.desc.routing.flags |= CUMOE_ROUTE_WEIGHT_ON_INPUT;
+    s.desc.up_format = formats[i % 4];
+    s.form.gate_order = i % 5 ? CUMOE_GATE_UP_CONCAT : CUMOE_UP_GATE_CONCAT;
+    s.seed = (uint64_t)i;
+    case_begin("%d, T %d H %d I %d", i, (int)s.tokens, s.desc.hidden, s.desc.inter);
+    run_case(context, &s);
+    case_end();
+  }
+  oracle_device = 0;
+  group_end();
+}
+
 static void run_type(cumoe_context context, int32_t dtype, rng *r)
 {
   sweep_controls(context, dtype);
@@ -727,11 +800,13 @@ static void run_type(cumoe_context context, int32_t dtype, rng *r)
   sweep_tokens(context, dtype, r);
   sweep_experts(context, dtype, r);
   sweep_random(context, dtype);
+  sweep_random_formats(context, dtype);
   sweep_relations(context, dtype, r);
   sweep_hostile(context, dtype);
   sweep_models(context, dtype);
   sweep_few_gates(context, dtype);
   sweep_codes(context, dtype);
+  sweep_weighed_codes(context, dtype);
 }
 
 int main(int argc, char **argv)

@@ -522,7 +522,8 @@ static wide simple_grid(const variant *v, const op_shape *s)
     const int32_t bm = v->bm ? v->bm : v->units, bn = v->bn ? v->bn : v->columns;
     const wide tiles = s->op == OP_rows_product
                            ? (wide)(s->rows / bm + smaller(s->rows, s->experts)) * wide_ceil(s->n, bn)
-                           : (wide)s->experts * wide_ceil(s->n, bm) * wide_ceil(s->k, bn);
+                           : (wide)s->experts * wide_ceil(s->n, bm) * v->cluster *
+                                 wide_ceil((int64_t)wide_ceil(s->k, bn), v->cluster); /* one of a cluster may be none */
     return smaller(v->cluster * (int64_t)wide_ceil(tiles, v->cluster), HOPPER_SMS * v->ctas); /* a number of clusters */
   }
   if (s->op == OP_attention_dkv && v->form != FORM_any)

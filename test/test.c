@@ -20,6 +20,8 @@ static struct {
   int64_t passed, failed, skipped;
   int groups, met; /* groups run, groups begun */
   int shard, shards;
+  bool seeded;
+  seed_range seeds;
   char group[160], name[320];
   int64_t group_cases, group_failed, group_skipped;
   int printed;
@@ -46,16 +48,25 @@ void test_begin(int argc, char **argv)
       if (sscanf(value, "%d/%d", &test.shard, &test.shards) != 2 || test.shards < 1)
         test.want_cpu = test.want_cuda = false;
       i++;
+    } else if (!strcmp(argv[i], "--seeds")) {
+      if (sscanf(value, "%d-%d", &test.seeds.first, &test.seeds.end) != 2) test.want_cpu = test.want_cuda = false;
+      test.seeded = true, i++;
     } else if (!strcmp(argv[i], "--device")) {
       test.want_cpu = !strcmp(value, "cpu") || !strcmp(value, "all");
       test.want_cuda = !strcmp(value, "cuda") || !strcmp(value, "all");
       i++;
     }
     if (!test.want_cpu && !test.want_cuda) {
-      fprintf(stderr, "usage: %s [--device cpu|cuda|all] [--only TEXT] [--shard I/N] [--verbose]\n", argv[0]);
+      fprintf(stderr, "usage: %s [--device cpu|cuda|all] [--only TEXT] [--shard I/N] [--seeds FIRST-END] [--verbose]\n",
+              argv[0]);
       exit(2);
     }
   }
+}
+
+seed_range test_seeds(int count)
+{
+  return test.seeded ? test.seeds : (seed_range){0, count};
 }
 
 int64_t now_ms(void)

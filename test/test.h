@@ -102,6 +102,12 @@ int64_t rng_below(rng *r, int64_t limit); /* 0 .. limit - 1 */
 double rng_uniform(rng *r);               /* [0, 1) */
 double rng_normal(rng *r);
 
+/* Numbers of the cases that are made at random: 0 .. count - 1, or those of --seeds. */
+typedef struct seed_range {
+  int first, end;
+} seed_range;
+seed_range test_seeds(int count);
+
 /* ---- host tensors ---------------------------------------------------------------------------------- */
 
 double round_to(double value, int32_t dtype); /* nearest value of a float type, ties to even */

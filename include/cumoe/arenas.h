@@ -11,8 +11,9 @@
  *   cumoe_group_destroy(group)
  *   cumoe_arenas_destroy(arenas)                            all ranks
  *
- * What the ranks need for that is one function of the engine's that brings a few bytes of each rank to all (MPI, a
- * store, a socket), or a communicator of NCCL, or both. Ranks are threads of one process, or processes, in any mixture.
+ * What the ranks need for that is one function of the engine's that brings a few bytes of each rank to all, letters in
+ * what follows (by MPI, a store, a socket), or a communicator of NCCL, or both. Ranks are threads of one process, or
+ * processes, in any mixture.
  *
  * Wires, by which a rank reaches another's arena:
  *   CUMOE_WIRE_SHARED  within a process: its address. Between processes of one host: on the CPU device a file in memory

@@ -45,7 +45,8 @@ enum {
 
 /*
  * What backward is told and asked for; what is absent is not computed. Shapes, and dtype of what has none stated, as in
- * cumoe_moe_args. Alignment: x and out's to 16 bytes and their ld, everything else to its element.
+ * cumoe_moe_args. Alignment: d_out, d_x and d_router_x to 16 bytes, base and ld; everything else to its element where
+ * nothing is said. Errors as in cumoe/moe.h.
  *
  * d_weights and d_shared are weights bound (cumoe_weights_bind) to the memory of gradients, which is written: of the
  * plan's dtype or f32, in any order, major and form, whatever those of the weights are; with biases where those of
@@ -90,7 +91,7 @@ CUMOE_CHECKED cumoe_status cumoe_moe_kept(cumoe_plan plan, int64_t tokens, size_
  * cumoe_moe_forward, which also leaves what backward needs in `kept` [1, bytes] u8, 256-byte aligned, of cumoe_moe_kept
  * bytes or more; it overlaps nothing else. Arguments and errors as there, and args.workspace of the same size. g and u
  * are rounded to dtype before the activation, as backward has them: with dtype bf16 or f16 `out` may differ from
- * cumoe_moe_forward's by that.
+ * cumoe_moe_forward's by that. BATCH_INVARIANT does not hold here: kernels are chosen with T.
  */
 CUMOE_CHECKED cumoe_status cumoe_moe_forward_keep(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *args,
                                                   cumoe_view_mut kept, cumoe_stream stream);

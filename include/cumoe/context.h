@@ -44,8 +44,9 @@ typedef struct cumoe_context_config {
 } cumoe_context_config;
 
 /*
- * Opens `device`: a CUDA ordinal, CUMOE_DEVICE_AUTO or CUMOE_DEVICE_CPU. Loads all kernels and sets all their
- * attributes now, so that the first launch may already be captured into a graph. `config` may be NULL.
+ * Opens `device`: a CUDA ordinal, CUMOE_DEVICE_AUTO or CUMOE_DEVICE_CPU. Loads kernels and sets their attributes now,
+ * so that the first launch may already be captured into a graph; those of weights with a format when the first of it
+ * are bound, those of attention, training and backward by the first call. `config` may be NULL.
  * AUTO falls back to the CPU device when there is no usable GPU and says why through the log (WARNING) and in
  * cumoe_device_info.fallback.
  * Errors: NO_DEVICE (no driver, no GPU, ordinal too large), NO_KERNEL_IMAGE (text names the GPU and the

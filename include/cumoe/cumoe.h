@@ -22,6 +22,7 @@
  *   cumoe_plan_workspace    bytes of scratch memory for T tokens                    cumoe/moe.h
  *   cumoe_moe_forward       per step: the whole layer on a stream                   cumoe/moe.h
  *   cumoe_router, _gate ... the stages one by one                                   cumoe/stages.h
+ *   cumoe_masked_forward    experts alone, rows as [E, capacity, H]                 cumoe/stages.h
  *   cumoe_ep_forward        the layer with its experts on several ranks             cumoe/ep.h
  *   cumoe_arenas_create     the memory that these ranks share                       cumoe/arenas.h
  *   cumoe_quantize_weights  weights of 8 or 4 bits (cumoe/format.h) out of others   cumoe/quantize.h
@@ -30,9 +31,12 @@
  *   cumoe_adamw ...         what training needs around the layer                    cumoe/train.h
  *
  * Contract of every function that launches work (forward and all stages):
- *   - work is ordered on the given stream; nothing is allocated, nothing waits, no hidden stream is used;
+ *   - work is ordered on the given stream; nothing is allocated, nothing waits, no hidden stream is used. Calls of a
+ *     group of ranks differ (cumoe/ep.h): kernels, on the CPU device calls, wait for the other ranks, with a limit of
+ *     time, and many tokens have a stream of the group's beside the given one, which waits for it;
  *   - it may be the first call inside a CUDA graph capture, and a graph may be replayed after device data
- *     (ids, counts, weights, activations) changed;
+ *     (ids, counts, weights, activations) changed. Kernels of attention, training and the layer's backward are loaded
+ *     by the first call that needs them: some milliseconds, also in a capture;
  *   - bad arguments that the host can see are refused before anything happens: a status, a text from
  *     cumoe_last_error() that names the argument, its value and the limit, no CUDA call, no output touched;
  *   - bad device data (expert ids out of range, NaN logits, ...) never faults: see cumoe_fault_read();

@@ -37,12 +37,11 @@
  * create another with zeroed arenas. A call that is refused for its arguments has told nobody anything: it may be
  * corrected and made again within the others' timeout.
  *
- * GPUs: experimental. Seen on two and four H200s of one host, ranks dealt to them (up to eight), and on one shared by
- * them, is all that test/ep.c asks: the bits of EXACT, sums, DEDUP, rounds, the three calls, replays, ranks that
- * stop, abort or are left out. Between processes, one a GPU (test/ranks.c): the bits of EXACT, also from graphs, and
- * a rank that is killed (SIGKILL) or stopped (SIGSTOP) at work: the others name it and the phase by
- * cumoe_group_fault_read after timeout_ns, go on without it or leave, and their contexts end without an error. More
- * than four GPUs: not seen.
+ * GPUs: experimental. What test/ep.c asks has passed on two and on four H200s of one host, up to eight ranks dealt to
+ * them, and on one that ranks share: the bits of EXACT, sums, DEDUP, rounds, the three calls, replays, ranks that stop,
+ * abort or are left out. Between processes, one a GPU (test/ranks.c): the bits of EXACT, also from graphs, and a rank
+ * that is killed (SIGKILL) or stopped (SIGSTOP) at work: the others name it and the phase by cumoe_group_fault_read
+ * after timeout_ns, go on without it or leave, and their contexts end without an error. More than four GPUs: not tried.
  * A call may be captured; a graph counts its exchanges on the device, so it may be replayed in any order with others,
  * as long as all ranks do the same, and must be destroyed before its group. Ranks may share a GPU, for tests: their
  * streams must not share a hardware queue (CUDA_DEVICE_MAX_CONNECTIONS), nor be the legacy stream, and while one waits
@@ -125,7 +124,7 @@ typedef struct cumoe_group_config {
 /*
  * Bytes of a rank's arena: exact, a pure function of the plan's shape, ranks, lanes, max_tokens and flags; rank,
  * arenas, comm and nccl are not looked at. About 4/3 lanes * ranks * C * (2 H element + 8 k), with EXACT (1 + k) H
- * instead of 2 H; by NCCL twice that.
+ * instead of 2 H; by NCCL twice that. On GPUs, with neither, lanes * ranks * min(C, 32) * (3.1 H element + 16 k) more.
  */
 CUMOE_CHECKED cumoe_status cumoe_ep_arena(cumoe_plan plan, const cumoe_group_config *config, size_t *bytes);
 
@@ -133,7 +132,7 @@ CUMOE_CHECKED cumoe_status cumoe_ep_arena(cumoe_plan plan, const cumoe_group_con
  * This rank's membership. Collective: returns when all ranks have called it, agreed and tried the wires, or answers
  * PEER after the timeout. `plan` is the layer as this rank has it: num_experts E of all ranks, local_experts its own,
  * any number of them on each rank. It is copied, and so are its context's rights: the context must outlive the group.
- * Plans with UNREDUCED are not served.
+ * Plans with UNREDUCED, or with a top_k above E (zero and identity experts among the choice), are NOT_SUPPORTED.
  *
  * arena [1, bytes] u8, 256-byte aligned, filled with zeros before any other rank is told its address. The group owns it
  * until destroy has returned.
@@ -155,7 +154,10 @@ CUMOE_CHECKED cumoe_status cumoe_group_create(cumoe_context context, cumoe_plan 
  */
 CUMOE_API cumoe_status cumoe_group_destroy(cumoe_group group);
 
-/* Gives up: every rank's call that waits, and all later ones, answer PEER. From any thread, at any time. */
+/*
+ * Gives up: every rank's call that waits, and all later ones, answer PEER; on GPUs, where calls only launch, they end
+ * at once ("Failure"). From any thread, at any time.
+ */
 CUMOE_API cumoe_status cumoe_group_abort(cumoe_group group);
 
 /*
@@ -249,7 +251,7 @@ CUMOE_CHECKED cumoe_status cumoe_ep_workspace(cumoe_group group, size_t *bytes);
 /*
  * out of cumoe_moe_forward for this rank's tokens, whichever ranks their experts are on. All ranks call it with the
  * same lane, tokens_max and placement; everything else is a rank's own. T = layer.x.rows may be 0, and at most
- * tokens_max. Texts name fields of `layer` as "args.x".
+ * tokens_max. Texts name fields of `layer` as "args.x". Errors: those of cumoe_moe_forward, and on the CPU device PEER.
  *   weights     this rank's experts, local_experts of them
  *   ids         always the layer's: 0 .. E - 1, and zero and identity experts behind
  *   expert_map  absent: the placement says where experts are

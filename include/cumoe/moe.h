@@ -3,6 +3,11 @@
  *
  * Three lifetimes: a plan (shapes and meaning; immutable, shared by threads), weights (bound once per layer;
  * immutable, shared by threads), arguments (per call). Contract of the launching functions: see cumoe/cumoe.h.
+ *
+ * Errors of every function here: INVALID_ARGUMENT (null, shape, number, overlap, fields that contradict each other),
+ * NOT_SUPPORTED, LAYOUT, STALE_HANDLE, WRONG_DEVICE, WRONG_DTYPE, MISALIGNED, OUT_OF_BOUNDS (past the end of an owned
+ * buffer), WORKSPACE (absent or too small), OUT_OF_MEMORY (create and bind), CUDA, CUDA_STICKY. On failure what would
+ * have been made is NULL.
  */
 #ifndef CUMOE_MOE_H
 #define CUMOE_MOE_H
@@ -36,7 +41,7 @@ typedef enum cumoe_group_score {
 
 enum {
   CUMOE_ROUTE_RENORMALIZE = 1u << 0,      /* divide the k weights by max(their sum + renorm_eps, renorm_min) */
-  CUMOE_ROUTE_SCORE_AFTER_TOPK = 1u << 1, /* softmax over the k chosen logits only */
+  CUMOE_ROUTE_SCORE_AFTER_TOPK = 1u << 1, /* softmax over the k chosen logits only. With SOFTMAX alone */
   CUMOE_ROUTE_WEIGHT_ON_INPUT = 1u << 2,  /* experts see weight * x; the combine does not weigh. Not with
                                              identity_experts (NOT_SUPPORTED) */
   CUMOE_ROUTE_CHOOSE_BY_LOGIT = 1u << 3   /* choice = l + select_bias: the score only weighs. Not with SOFTMAX, which
@@ -210,43 +215,44 @@ static inline cumoe_routing cumoe_routing_zaya(int32_t top_k)
 /* ---- plan ------------------------------------------------------------------------------------------ */
 
 typedef enum cumoe_act {
-  CUMOE_ACT_SILU = 0,     /* g / (1 + exp(-g)) */
-  CUMOE_ACT_GELU_ERF = 1, /* g/2 (1 + erf(g / sqrt 2)) */
-  CUMOE_ACT_GELU_TANH = 2,
-  CUMOE_ACT_RELU = 3,
-  CUMOE_ACT_RELU2 = 4, /* max(g, 0)^2 */
-  CUMOE_ACT_IDENTITY = 5,
+  CUMOE_ACT_SILU = 0,      /* g / (1 + exp(-g)) */
+  CUMOE_ACT_GELU_ERF = 1,  /* g/2 (1 + erf(g / sqrt 2)) */
+  CUMOE_ACT_GELU_TANH = 2, /* g/2 (1 + tanh(sqrt(2 / pi) (g + 0.044715 g^3))) */
+  CUMOE_ACT_RELU = 3,      /* max(g, 0) */
+  CUMOE_ACT_RELU2 = 4,     /* max(g, 0)^2 */
+  CUMOE_ACT_IDENTITY = 5,  /* g */
   CUMOE_ACT_SWIGLU_OAI = 6 /* gpt-oss: g * sigmoid(alpha g) * (u + 1), gated only */
 } cumoe_act;
 
 enum {
   CUMOE_MOE_UNGATED = 1u << 0,        /* h = act(x Wup^T): no gate projection */
   CUMOE_MOE_UNREDUCED = 1u << 1,      /* out is [T * k, H]: row t*k+j = y of slot j, not weighted, 0 for a dropped
-                                    slot and, with WEIGHT_ON_INPUT, for one of weight 0 */
+                                    slot and, with WEIGHT_ON_INPUT, for one of weight 0. Not with a shared expert */
   CUMOE_MOE_LIMIT_AFTER = 1u << 2,    /* act_limit bounds act(g), not g: step3p7. Not with SWIGLU_OAI */
   CUMOE_MOE_BATCH_INVARIANT = 1u << 3 /* a token's results do not depend, bit for bit, on what else is in the batch:
                                          kernels are chosen without T. On an H200, bf16, T 1 takes 1.3 to 2.6 times as
                                          long, T 8 1.07 to 1.35 times, many tokens no longer. Of forward and of the
-                                         stages that take the plan; the router's: cumoe_router_with */
+                                         stages that take the plan, not of forward_keep and backward; the router's:
+                                         cumoe_router_with */
 };
 
 /*
  * Shapes and meaning of a layer. Gated: h = act(g) * u; with act_limit > 0, first g = min(g, act_limit) and
- * u = clamp(u, -act_limit, act_limit); with LIMIT_AFTER, h = min(act(g), act_limit) * u instead. Biases, where bound,
- * are added before the activation.
+ * u = clamp(u, -act_limit, act_limit); with LIMIT_AFTER, h = min(act(g), act_limit) * u instead. Ungated: h = act(u),
+ * without act_limit. Biases, where bound, are added before the activation.
  */
 typedef struct cumoe_moe_desc {
   uint32_t size;
   int32_t num_experts;   /* E: routed experts of the model, 1 .. CUMOE_MAX_EXPERTS */
   int32_t local_experts; /* experts whose weights are here; 0 = all. Fewer need args.expert_map */
-  int32_t hidden;        /* H, a multiple of 8; with formats of 16 or 32 (format.h) */
+  int32_t hidden;        /* H, a multiple of 8, up to 2^24; with formats of 16 or 32 (format.h) */
   int32_t inter;         /* I, likewise */
   int32_t shared_inter;  /* intermediate columns of the shared expert (several: their sum); 0 = none */
   int32_t dtype;         /* of x, h and weights without a format: CUMOE_BF16, CUMOE_F16 or CUMOE_F32 */
   int32_t out_dtype;     /* 0 = dtype; or CUMOE_F32 */
   int32_t act;           /* cumoe_act */
   float act_alpha;       /* finite; SWIGLU_OAI: 0 = 1.702 */
-  float act_limit;       /* clamp, see above: finite, >= 0; 0 = none */
+  float act_limit;       /* clamp, see above: finite, >= 0; 0 = none. Gated alone */
   uint32_t flags;        /* CUMOE_MOE_* */
   cumoe_routing routing;
   cumoe_format up_format, down_format; /* of gate and up, of down; all zero: weights of dtype. dtype BF16 or F16 */
@@ -269,9 +275,9 @@ CUMOE_CHECKED cumoe_status cumoe_plan_create(cumoe_context context, const cumoe_
 CUMOE_API cumoe_status cumoe_plan_destroy(cumoe_plan plan);
 
 /*
- * Bytes of workspace that cumoe_moe_forward needs for `tokens` tokens, whichever routing input is used. Exact,
- * monotone in tokens, 0 for 0 tokens. The workspace must be 256-byte aligned; its content is irrelevant before
- * and undefined after. One workspace per stream at a time.
+ * Bytes of workspace that cumoe_moe_forward needs for `tokens` tokens, tokens * top_k below 2^31, whichever routing
+ * input is used. Exact, monotone in tokens, 0 for 0 tokens. The workspace must be 256-byte aligned; its content is
+ * irrelevant before and undefined after. One workspace per stream at a time. No CUDA call.
  */
 CUMOE_CHECKED cumoe_status cumoe_plan_workspace(cumoe_plan plan, int64_t tokens, size_t *bytes);
 
@@ -299,7 +305,8 @@ typedef enum cumoe_major {
  *   strided    data is expert 0's matrix, and expert e starts e * expert_stride elements further;
  *   pointers   per_expert is a host array of `experts` device pointers, none null (read during bind), and data, with
  *              data.data NULL, states the shape, ld and dtype of each.
- * Alignment: base and rows to 16 bytes.
+ * Alignment: base, rows and expert_stride to 16 bytes. expert_stride is at least one matrix. SEPARATE: gate and up are
+ * of one form, ld, dtype and expert_stride, and so are what they have of biases, scales and zero points (LAYOUT).
  * `bias` is [local_experts, out] (ld between experts), f32 or the activations' dtype, channel order as the weights; 0
  * where it is absent.
  *
@@ -354,7 +361,8 @@ typedef struct cumoe_weights_s *cumoe_weights;
 
 /*
  * Records where the weights lie; copies no weights. The first ones of a format load its kernels, which takes
- * milliseconds. With per_expert arrays the pointer tables are copied to the device, and the call waits for that copy.
+ * milliseconds. With per_expert arrays the pointer tables are copied to the device, by CUDA's default stream, and the
+ * call waits for that copy. Not a call for a thread that captures.
  * Projections that gate_order does not name must be absent (all zero).
  * Views of owned buffers (cumoe/buffer.h): once one of these was freed, released or had its handle ended in another
  * way, every call with the weights answers STALE_HANDLE and names the projection. Foreign memory is the caller's to
@@ -369,10 +377,10 @@ CUMOE_API cumoe_status cumoe_weights_destroy(cumoe_weights weights);
 /* ---- forward --------------------------------------------------------------------------------------- */
 
 /*
- * Arguments of one call. T = x.rows; x says its cols and dtype also where it has no rows: an x that is all zero is
- * refused, not taken for T = 0. What has a row a token may then be absent. Alignment: x, out, residual and the
- * workspace to 16 bytes and their ld to 16 bytes; everything else to its element. Routing input in exactly one of three
- * forms:
+ * Arguments of one call. T = x.rows, T * top_k below 2^31; x says its cols and dtype also where it has no rows: an x
+ * that is all zero is refused, not taken for T = 0. What has a row a token may then be absent. Alignment: x, router_x,
+ * router_weight, shared_gate, out and residual to 16 bytes, base and ld; the workspace to 256; everything else to its
+ * element. Routing input in exactly one of three forms:
  *   router_weight (+ router_bias)  the library computes the logits from x
  *   logits                         given by the caller
  *   ids + weights                  routed by the caller; `select_bias` must be absent

@@ -1,6 +1,9 @@
 /*
  * cumoe/stages.h: the stages of the layer, each usable alone. Contract as in cumoe/cumoe.h. What a stage writes may
  * overlap neither what it reads nor anything else it writes (INVALID_ARGUMENT), except combine's residual == out.
+ *
+ * Alignment: matrices of hidden or inter columns, and weights, to 16 bytes, base and ld; everything else to its element
+ * where nothing is said. Errors of every function here: as in cumoe/moe.h.
  */
 #ifndef CUMOE_STAGES_H
 #define CUMOE_STAGES_H
@@ -75,7 +78,7 @@ typedef struct cumoe_route {
 /*
  * Builds `route` from ids [T, k] (i32 or i64) by counting, without sorting; deterministic. Uses the plan's expert
  * counts; expert_map as in cumoe_moe_args. Ids out of range and bad map entries drop the slot and are recorded.
- * workspace [1, bytes] u8, 16-byte aligned, bytes from cumoe_map_workspace.
+ * workspace [1, bytes] u8, 16-byte aligned, bytes from cumoe_map_workspace; absent where these are 0 (few tokens).
  */
 CUMOE_CHECKED cumoe_status cumoe_map(cumoe_plan plan, cumoe_view ids, cumoe_view expert_map, const cumoe_route *route,
                                      cumoe_view_mut workspace, cumoe_stream stream);
@@ -84,7 +87,9 @@ CUMOE_CHECKED cumoe_status cumoe_map_workspace(cumoe_plan plan, int64_t tokens, 
 /*
  * h[r] = act(x[token(r)] Wgate^T + bgate) * (x[token(r)] Wup^T + bup) for every row r of the route: a grouped GEMM
  * that gathers the rows of x: no copy of it. x [T, H], h [>= rows, I], both dtype. pair_weights is [T, k] f32
- * if the plan's routing has WEIGHT_ON_INPUT, else absent. Rows of h past the last row are not touched.
+ * if the plan's routing has WEIGHT_ON_INPUT, else absent. Rows of h past the last row are not touched. Of formats
+ * whose activations become codes or get another order (rows, act_order), here, in cumoe_up_permuted and in cumoe_down:
+ * NOT_SUPPORTED, as a stage has no room for them; cumoe_moe_forward and cumoe_masked_forward serve these.
  */
 CUMOE_CHECKED cumoe_status cumoe_up(cumoe_plan plan, cumoe_weights weights, cumoe_view x, const cumoe_route *route,
                                     cumoe_view pair_weights, cumoe_view_mut h, cumoe_stream stream);
@@ -119,10 +124,11 @@ typedef struct cumoe_combine_args {
   cumoe_view y;             /* [rows, H] dtype */
   cumoe_view pair_weights;  /* [T, k] f32; absent with UNREDUCED, optional with WEIGHT_ON_INPUT: see above */
   cumoe_view x;             /* [T, H] dtype: only for identity experts (required if the plan has any) */
-  cumoe_view shared;        /* optional [T, H] dtype */
+  cumoe_view shared;        /* optional [T, H] dtype; not with UNREDUCED */
   cumoe_view shared_logit;  /* optional [T, 1] f32 */
-  cumoe_view residual;      /* optional [T, H] dtype of out; may be out itself */
-  cumoe_view device_tokens; /* optional [1, 1] i32 */
+  cumoe_view residual;      /* optional [T, H] dtype of out; may be out itself. Or [1, H], to every token. Not with
+                               UNREDUCED */
+  cumoe_view device_tokens; /* optional [1, 1] i32; absent: the route's */
   cumoe_view_mut out;       /* [T, H] or [T * k, H] */
 } cumoe_combine_args;
 
@@ -165,7 +171,7 @@ typedef struct cumoe_variant_info {
   const char *op;   /* "router", "gate", "map_count", "map", "permute", "up", "down", "combine", "few_up", "few_down"
                        (inside cumoe_moe_forward alone), "quantize", "quantize_masked" (inside cumoe_masked_forward),
                        "encode_scales", "encode", "scan", "repack", "elementwise", "softmax", "norm"; the CPU device's
-                       "matmul" */
+                       "matmul"; and those of attention, training and backward */
   const char *name; /* the kernel's name, as profilers show it */
   int32_t usable;   /* 1 if this context can run it */
 

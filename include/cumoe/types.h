@@ -22,7 +22,7 @@ extern "C" {
 #endif
 
 #define CUMOE_VERSION_MAJOR 0 /* breaking changes */
-#define CUMOE_VERSION_MINOR 2 /* additions */
+#define CUMOE_VERSION_MINOR 2 /* additions; while MAJOR is 0, breaking changes too */
 #define CUMOE_VERSION_PATCH 0 /* repairs */
 #define CUMOE_VERSION       (CUMOE_VERSION_MAJOR * 10000 + CUMOE_VERSION_MINOR * 100 + CUMOE_VERSION_PATCH)
 

@@ -3,6 +3,16 @@
 #include "backward/products.cuh"
 #include "backward/tokens.cuh"
 
+/* Whether a kernel begins beside the grid ahead. One of its CTAs waits for that in the end, as others count on it. */
+template <class A> DEVICE bool begins_beside(const A &)
+{
+  return false;
+}
+DEVICE bool begins_beside(const gate_backward_args &a)
+{
+  return a.beside;
+}
+
 #define ROWS_backward
 #define BODY(op, UNITS, COLUMNS, THREADS)         any_##op<THREADS>(a)
 #define BODY_UNITS(op, UNITS, COLUMNS, THREADS)   any_##op<THREADS, UNITS>(a)
@@ -41,8 +51,10 @@
   extern "C" __global__ void __launch_bounds__((WARPS)*WARP_SIZE, CTAS)                                                \
       UNTILED_NAME(op, arch, form, X, Y, UNITS, COLUMNS, LANES)(const __grid_constant__ ARGUMENTS_##op a)              \
   {                                                                                                                    \
-    wait_for_earlier_grids();                                                                                          \
+    const bool beside = begins_beside(a);                                                                              \
+    if (!beside) wait_for_earlier_grids();                                                                             \
     body(op, UNITS, COLUMNS, (WARPS)*WARP_SIZE);                                                                       \
+    if (beside && blockIdx.x == 0) wait_for_earlier_grids();                                                           \
   }
 #define UNTILED(op, arch, file, form, X, Y, UNITS, COLUMNS, LANES, AHEAD, CLUSTER, WARPS, CTAS, SMEM)                  \
   KERNEL(op, arch, form, X, Y, UNITS, COLUMNS, LANES, WARPS, CTAS, BODY_##op)

@@ -8,7 +8,7 @@
 
 #include <float.h>
 
-#include "backward/rows.cuh"
+#include "backward/tokens.cuh"
 #include "score.h"
 #include "train/sums.cuh"
 
@@ -146,33 +146,52 @@ template <int THREADS> DEVICE void score_slots(const gate_args &g, gate_token &t
   }
 }
 
-/* What a slot (its expert id, score w, the score's gradient d) adds to t.d_logit, each thread in its columns. mean: sum
- * of w d over slots, which the slope of a softmax needs. */
-template <int THREADS> DEVICE void add_slot(const gate_args &g, gate_token &t, int id, double w, double d, double mean)
+DEVICE bool mixes_slots(const gate_args &g)
 {
-  const bool own = id % THREADS == (int)threadIdx.x;
-  double sum;
-  if (g.flags & ROUTE_SCORE_AFTER_TOPK)
-    sum = w * (d - mean);
-  else if (GATE_SOFTMAX_OVER_ALL(g))
-    sum = w * d;
-  else if (g.weigh == SCORE_SPARSEMIXER) {
+  return g.weigh == SCORE_SPARSEMIXER && !(g.flags & ROUTE_SCORE_AFTER_TOPK);
+}
+
+/* What a slot adds to t.d_logit in its expert's column. mean: sum of w d over slots, which the slope of a softmax
+ * needs. */
+DEVICE double own_gradient(const gate_args &g, const gate_token &t, const gate_slot &s, double mean)
+{
+  if (g.flags & ROUTE_SCORE_AFTER_TOPK) return s.score * (s.d - mean);
+  if (GATE_SOFTMAX_OVER_ALL(g) || mixes_slots(g)) return s.score * s.d;
+  return s.d * score_alone(g.weigh, t.logit[s.id]).slope;
+}
+
+/* mixes_slots: slot by slot, each thread in its columns, for a slot's softmax has others. */
+template <int THREADS> DEVICE void add_mixed_slots(const gate_args &g, gate_token &t, const gate_slot &s, double own)
+{
+  for (int j = 0; j < g.top_k; j++) {
+    const int id = __shfl_sync(ALL_LANES, s.id, j);
+    const double w = __shfl_sync(ALL_LANES, s.score, j), d = __shfl_sync(ALL_LANES, s.d, j),
+                 sum = __shfl_sync(ALL_LANES, own, j);
+    if (id < 0) continue;
     for (int e = threadIdx.x; e < g.experts; e += THREADS)
       if (is_mixed(g, t, id, e)) t.d_logit[e] -= d * w * w * exp(t.logit[e] - t.logit[id]);
-    sum = d * w;
-  } else
-    sum = d * score_alone(g.weigh, t.logit[id]).slope;
-  if (own) t.d_logit[id] += sum;
+    if (id % THREADS == (int)threadIdx.x) t.d_logit[id] += sum;
+  }
+}
+
+/* All slots at once; those of one expert in their order. By one warp. */
+DEVICE void add_own(gate_token &t, int id, double own)
+{
+  const unsigned same = __match_any_sync(ALL_LANES, id);
+  const int before = id < 0 ? -1 : __popc(same & ((1u << lane_id()) - 1));
+  for (int turn = 0; __any_sync(ALL_LANES, before >= turn); turn++) {
+    if (before == turn) t.d_logit[id] += own;
+    __syncwarp();
+  }
 }
 
 template <int THREADS> DEVICE void gradient_of_scores(const gate_args &g, gate_token &t, const gate_slot &s)
 {
   const double mean = warp_sum(s.d * s.score); /* weighed by the softmax */
-  for (int j = 0; j < g.top_k; j++) {
-    const int id = __shfl_sync(ALL_LANES, s.id, j);
-    const double w = __shfl_sync(ALL_LANES, s.score, j), d = __shfl_sync(ALL_LANES, s.d, j);
-    if (id >= 0) add_slot<THREADS>(g, t, id, w, d, mean);
-  }
+  const double own = s.id < 0 ? 0. : own_gradient(g, t, s, mean);
+  if (mixes_slots(g)) return add_mixed_slots<THREADS>(g, t, s, own);
+  if (warp_id() == 0) add_own(t, s.id, own);
+  __syncthreads();
   for (int e = threadIdx.x; e < g.experts && GATE_SOFTMAX_OVER_ALL(g); e += THREADS) t.d_logit[e] -= t.score[e] * mean;
 }
 
@@ -278,7 +297,8 @@ template <int THREADS, int COLUMNS> DEVICE void any_gate_backward(const gate_bac
   double loss[2] = {0, 0};
   check_token_count(a.g.tokens, a.g.fault);
   if (token >= tokens) return;
-  load_token<THREADS>(a.g, token, t, slot);
+  if (a.has_pairs && warp_id() == 0) gradient_of_pairs(a.pairs, token * a.g.top_k + lane_id(), lane_id() < a.g.top_k);
+  load_token<THREADS>(a.g, token, t, slot); /* a barrier */
   if (a.d_weights) gradient_of_weights<THREADS>(a, token, t, slot);
   if (a.balance != 0) loss[0] = gradient_of_balance<THREADS>(a, t, (double)tokens);
   if (a.z != 0) loss[1] = gradient_of_z<THREADS>(a, t, (double)tokens);

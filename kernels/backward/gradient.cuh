@@ -95,6 +95,7 @@ template <class S> struct gradient_smem {
   typename S::X p[S::STAGES][S::P_BOXES * S::BOX], q[S::STAGES][S::Q_BOXES * S::BOX];
   unsigned char slots[S::CONSUMERS][S::SLOTS][S::BLOCK * 128];
   uint64_t full[S::STAGES], empty[S::STAGES], there[S::CONSUMERS][S::SLOTS];
+  uint64_t alone; /* the grids ahead have ended */
   row_steps rows[MAX_EXPERTS];
   gradient_grid grid;
   gradient_tile tiles[S::THREADS / WARP_SIZE];
@@ -176,18 +177,42 @@ template <class S> DEVICE int32_t boxes_of_q(const gradient_grid &m, const gradi
   return min(ceil_div(m.q - q.first, (int)S::BLOCK), (int)S::Q_BOXES);
 }
 
-template <class S, bool SHARE_P>
-DEVICE void produce_gradient(const weight_gradient_sm90_args &args, gradient_smem<S> &smem)
+/* Of a d h that may still run: until x's copy is made. */
+DEVICE void wait_for_copy(const weight_gradient_args &g)
+{
+  const row_map &map = g.map;
+  const int64_t end = min((int64_t)max(load_relaxed(map.offsets + map.experts), 0), map.rows_cap);
+  const uint32_t units = (uint32_t)(token_total(map.tokens) + ceil_div(end, (int64_t)ROW_STEP));
+  while ((uint32_t)load_acquire(g.d_h + D_H_COPIED) != units) {
+  }
+}
+
+/* And until an expert's rows of h and d z are there. d h goes from expert to expert, so most of them are long there. */
+DEVICE void wait_for_expert(const weight_gradient_args &g, int expert)
+{
+  const uint32_t octets = (uint32_t)max(load_relaxed(g.map.counts + expert), 0) * (uint32_t)g.d_h_octets;
+  while ((uint32_t)load_acquire(g.d_h + D_H_STORED + expert) != octets) {
+  }
+}
+
+/* Units from the cursor's on; WAITS: until the grids ahead have ended. */
+template <class S, bool SHARE_P, bool WAITS>
+DEVICE void produce_units(const weight_gradient_sm90_args &args, gradient_smem<S> &smem, gradient_cursor &cursor,
+                          pipeline_state<S::STAGES> &at)
 {
   const gradient_grid &m = smem.grid;
-  pipeline_state<S::STAGES> at;
 #pragma unroll 1
-  for (auto cursor = gradient_cursor::first<S>(m); cursor.expert < args.g.map.experts; cursor.advance(m)) {
+  for (; cursor.expert < args.g.map.experts; cursor.advance(m)) {
+    if (WAITS && mbarrier_test_wait(&smem.alone, 0)) break;
     const gradient_tile tile = cursor.tile(m);
     const row_steps rows = smem.rows[cursor.expert];
     const int32_t steps = rows.steps(), boxes = boxes_of_q<S>(m, tile);
     const int32_t p = column_of_tile(args.g, !m.across, tile.p, m.p_tiles, S::BM),
                   q = column_of_tile(args.g, m.across, tile.q, m.q_tiles, S::BN);
+    if (WAITS && steps) {
+      wait_for_expert(args.g, cursor.expert);
+      fence_proxy_async_global();
+    }
 #pragma unroll 1
     for (int32_t step = 0; step < steps; step++, at.advance()) {
       wait_for(&smem.empty[at.stage], at.phase ^ 1);
@@ -201,6 +226,19 @@ DEVICE void produce_gradient(const weight_gradient_sm90_args &args, gradient_sme
       __syncwarp();
     }
   }
+}
+
+template <class S, bool SHARE_P>
+DEVICE void produce_gradient(const weight_gradient_sm90_args &args, gradient_smem<S> &smem)
+{
+  auto cursor = gradient_cursor::first<S>(smem.grid);
+  pipeline_state<S::STAGES> at;
+  if (args.g.d_h) {
+    wait_for_copy(args.g);
+    produce_units<S, SHARE_P, true>(args, smem, cursor, at);
+    fence_proxy_async_global();
+  }
+  produce_units<S, SHARE_P, false>(args, smem, cursor, at);
 }
 
 /* ---- consumers ---- */
@@ -414,6 +452,7 @@ template <class S> DEVICE void gradient_gemm(const weight_gradient_sm90_args &ar
     prefetch_tensormap(args.p);
     prefetch_tensormap(args.q);
     prefetch_tensormap(args.d);
+    mbarrier_init(&smem.alone, 1);
     for (int s = 0; s < S::SLOTS; s++)
       for (int group = 0; group < S::CONSUMERS; group++) mbarrier_init(&smem.there[group][s], 1);
     for (int s = 0; s < S::STAGES; s++) {
@@ -422,7 +461,7 @@ template <class S> DEVICE void gradient_gemm(const weight_gradient_sm90_args &ar
     }
     fence_mbarrier_init();
   }
-  wait_for_earlier_grids();
+  if (!args.g.beside) wait_for_earlier_grids();
   fence_proxy_async_global(); /* they wrote the rows that the boxes bring */
   for (int e = threadIdx.x; e < args.g.map.experts; e += S::THREADS) smem.rows[e] = steps_of_expert<S>(args.g.map, e);
   barrier_cluster(); /* the other CTA's barriers are initialised */
@@ -433,6 +472,9 @@ template <class S> DEVICE void gradient_gemm(const weight_gradient_sm90_args &ar
         produce_gradient<S, true>(args, smem);
       else
         produce_gradient<S, false>(args, smem);
+    } else if (warp_id() == 1) {
+      wait_for_earlier_grids(); /* if not yet: whoever waits for this grid, or starts beside it, counts on that */
+      if (elect_one()) mbarrier_arrive(&smem.alone);
     }
   } else {
     setmaxnreg_inc<S::CONSUMER_REGISTERS>();

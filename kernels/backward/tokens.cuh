@@ -56,7 +56,8 @@ template <int THREADS> DEVICE void any_pad(const pad_args &p)
       p.offsets[e] = smem.begin[e];
       if (e < p.map.experts) p.counts[e] = smem.count[e];
     }
-  if (p.tickets && i < TICKET_WORDS) p.tickets[i] = 0;
+  for (int64_t word = i; p.tickets && word < TICKET_WORDS(p.map.experts); word += (int64_t)gridDim.x * THREADS)
+    p.tickets[word] = 0;
   if (i < smem.begin[p.map.experts]) {
     const int e = expert_of_row(smem.begin, p.map.experts, i);
     const int64_t at = i - smem.begin[e];
@@ -273,11 +274,19 @@ template <class T> struct fetched_packet {
   }
 };
 
-/* Experts' rows, four in flight: none of their loads waits for another. Then what identity experts are given. */
+/* Experts' rows, eight or four in flight, so that no load waits for another. Then what identity experts are given. */
 template <class T>
 DEVICE void add_slots(const gather_args &a, const gathered &g, int64_t token, int i, float (&sum)[PACKET])
 {
   int j = 0;
+  if constexpr (sizeof(T) == 2)
+    for (; j + 8 <= a.map.top_k; j += 8) {
+      const fetched_packet<T> value[8] = {{a, g.row[j], i},     {a, g.row[j + 1], i}, {a, g.row[j + 2], i},
+                                          {a, g.row[j + 3], i}, {a, g.row[j + 4], i}, {a, g.row[j + 5], i},
+                                          {a, g.row[j + 6], i}, {a, g.row[j + 7], i}};
+#pragma unroll
+      for (int c = 0; c < 8; c++) value[c].add(sum, g.row[j + c] >= 0 ? g.factor[j + c] : 0.f);
+    }
   for (; j + 4 <= a.map.top_k; j += 4) {
     const fetched_packet<T> value[4] = {
         {a, g.row[j], i}, {a, g.row[j + 1], i}, {a, g.row[j + 2], i}, {a, g.row[j + 3], i}};

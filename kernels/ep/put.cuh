@@ -1,5 +1,5 @@
-/* What a rank sends of its tokens: rows of x, and ids and weights; by dedup only to the ranks that have an expert. Of
- * few tokens the gate as well. */
+/* What a rank sends of its tokens: rows of x, and ids and weights; by dedup only to the ranks that have an expert. And
+ * the gate, where a warp has a token's in registers and there is no dedup. */
 #ifndef CUMOE_EP_PUT_CUH
 #define CUMOE_EP_PUT_CUH
 
@@ -150,7 +150,7 @@ DEVICE void put_tokens(const ep_args &a, unsigned tokens)
   }
 }
 
-/* ---- the gate of few tokens ---- */
+/* ---- the gate ---- */
 
 /* Half of the warps have the rows, the others, of CTAs that have first parts of rows, the gate and the slots. */
 constexpr int HALF = WARPS / 2;
@@ -178,8 +178,9 @@ DEVICE gate_args with_constants(gate_args g, int score, int experts)
   return g;
 }
 
-/* As keys_of_scores, several values at a time: one after the other they would wait for themselves, all at once would be
- * more code than time. */
+/* As keys_of_scores (route/ranks.cuh) of sigmoids, operation by operation, or ranks would choose otherwise than one
+ * GPU; several values at a time: one after the other they would wait for themselves, all at once would be more code
+ * than time. */
 template <int N, int AT_ONCE> DEVICE void keys_of_sigmoids(float (&l)[N], const float *bias, uint32_t (&key)[N])
 {
 #pragma unroll 1

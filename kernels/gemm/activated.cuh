@@ -6,6 +6,7 @@
 #ifndef CUMOE_ACTIVATED_CUH
 #define CUMOE_ACTIVATED_CUH
 
+#include "backward.h"
 #include "backward/slope.cuh"
 #include "gemm/warpgroup_tile.cuh"
 
@@ -214,6 +215,14 @@ DEVICE void store_activated_as(const down_activated_args &args, pipeline_smem<S>
 #pragma unroll
     for (int j = 0; j + GROUPS < STEPS; j++) packed[j] = packed[j + GROUPS];
   }
+}
+
+/* Counts it as stored, by octets of channels; by one thread, after a barrier behind the stores. */
+template <class S> DEVICE void add_activated_stored(const gemm_args &args, const tile_unit &unit, int group)
+{
+  constexpr int EACH = S::COLUMNS / S::CONSUMERS;
+  const int channels = min(args.n - (unit.n * S::CONSUMERS + group) * EACH, EACH);
+  add_release(args.protocol.progress + D_H_STORED + unit.expert, unit.rows * (channels / 8));
 }
 
 /* A consumer's part of a tile. */

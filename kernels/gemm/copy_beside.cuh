@@ -1,10 +1,12 @@
 /*
- * Rows that a later kernel wants in padded order, copied by warps that are idle while others multiply. Nobody waits for
- * them before the grid ends, so tickets are all the order there is. A token is read once, and written to all its rows.
+ * Rows that a later kernel wants in padded order, copied by warps that are idle while others multiply. Tickets are all
+ * the order there is, and what is made is counted, for who does not wait for this grid's end. A token is read once, and
+ * written to all its rows.
  */
 #ifndef CUMOE_COPY_BESIDE_CUH
 #define CUMOE_COPY_BESIDE_CUH
 
+#include "backward.h"
 #include "device/ptx_sm90.cuh"
 
 struct beside_row {
@@ -66,26 +68,32 @@ DEVICE void clear_block_beside(const copy_beside_args &c, int64_t block, int32_t
   }
 }
 
-/* By whole warps, any number of them. */
+/* By whole warps, any number of them. A warp counts what it has made when there is no more: nobody wants a part. */
 DEVICE void copy_beside(const copy_beside_args &c)
 {
   constexpr int TICKET = 4;
   if (!c.to) return;
   const int32_t end = (int32_t)min(max((int64_t)load_relaxed(c.end), (int64_t)0), c.rows_cap);
   const int64_t tokens = token_total(c.tokens), units = tokens + ceil_div((int64_t)end, (int64_t)c.row_step);
+  int32_t made = 0;
 #pragma unroll 1
   for (;;) {
     int32_t ticket = 0;
     if (lane_id() == 0) ticket = atomicAdd(c.tickets, 1);
     const int64_t first = (int64_t)__shfl_sync(ALL_LANES, ticket, 0) * TICKET;
-    if (first >= units) return;
+    if (first >= units) break;
+    const int64_t last = min(first + TICKET, units);
 #pragma unroll 1
-    for (int64_t unit = first; unit < min(first + TICKET, units); unit++)
+    for (int64_t unit = first; unit < last; unit++)
       if (unit < tokens)
         copy_token_beside(c, unit, end);
       else
         clear_block_beside(c, unit - tokens, end);
+    made += (int32_t)(last - first);
   }
+  __threadfence();
+  __syncwarp();
+  if (lane_id() == 0) add_release(c.tickets + (D_H_COPIED - PROGRESS_COPY_TICKETS), made);
 }
 
 #endif

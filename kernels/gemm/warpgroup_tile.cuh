@@ -127,11 +127,16 @@ template <class S, int N, bool CODES = S::BITS == 8> struct wgmma_step : wgmma_m
 template <class S, int N> struct wgmma_step<S, N, true> : wgmma_m64k32<typename S::X, N> {
 };
 
+/* What is to be done while the first products of a unit are under way. */
+struct nothing_meanwhile {
+  DEVICE void operator()() const {}
+};
+
 /* acc = weights x rows of one unit, N tokens wide. A stage is released one step later, when its wgmmas are over; at
  * once where loads are the limit. K-major, blocks have octets in turn; N-major, each is an array of BK x 64. */
-template <class S, int N>
+template <class S, int N, class F>
 DEVICE void multiply_n(const gemm_args &args, pipeline_smem<S> &smem, pipeline_state<S::STAGES> &at, int group,
-                       typename S::SUM (&acc)[S::BLOCKS][S::ACCUMULATORS])
+                       typename S::SUM (&acc)[S::BLOCKS][S::ACCUMULATORS], const F &meanwhile)
 {
   constexpr int K16 = S::N_MAJOR ? 16 * 128 >> 4 : 2, NEXT = S::N_MAJOR ? S::BK * 128 >> 4 : 64; /* see wgmma_operand */
   constexpr bool AT_ONCE = S::template RELEASE_AT_ONCE<N>;
@@ -151,6 +156,7 @@ DEVICE void multiply_n(const gemm_args &args, pipeline_smem<S> &smem, pipeline_s
       for (int i = 0; i < S::BLOCKS; i++)
         wgmma_step<S, N>::run(acc[i], a + k * K16 + i * NEXT, b + k * 2, k > 0 || k0 > 0);
     wgmma_commit_group();
+    if (k0 == 0) meanwhile();
     wgmma_wait_group<AT_ONCE ? 0 : 1>();
     const int done = AT_ONCE ? (int)at.stage : before;
     if (done >= 0) release_stage<S>(smem, done);
@@ -162,17 +168,17 @@ DEVICE void multiply_n(const gemm_args &args, pipeline_smem<S> &smem, pipeline_s
   if (!AT_ONCE) release_stage<S>(smem, before);
 }
 
-template <class S, int N>
+template <class S, int N, class F = nothing_meanwhile>
 DEVICE void multiply(const gemm_args &args, pipeline_smem<S> &smem, pipeline_state<S::STAGES> &at, int group, int rows,
-                     typename S::SUM (&acc)[S::BLOCKS][S::ACCUMULATORS])
+                     typename S::SUM (&acc)[S::BLOCKS][S::ACCUMULATORS], const F &meanwhile = {})
 {
   if constexpr (N > WGMMA_STEP) {
     if (rows <= N - WGMMA_STEP) {
-      multiply<S, N - WGMMA_STEP>(args, smem, at, group, rows, acc);
+      multiply<S, N - WGMMA_STEP>(args, smem, at, group, rows, acc, meanwhile);
       return;
     }
   }
-  multiply_n<S, N>(args, smem, at, group, acc);
+  multiply_n<S, N>(args, smem, at, group, acc, meanwhile);
 }
 
 /* ---- from accumulators to memory: every warp for itself ---- */

@@ -42,6 +42,9 @@ struct wgmma_shape : pipeline_shape<PRODUCT, BM, BN, BK, STAGES, WARPS> {
       same_type<typename PRODUCT::X, e4m3> ? PRODUCT::EPILOGUE == EPILOGUE_activation ? 2 : 4 : 1;
   static constexpr bool WOVEN = false; /* rows are put into another order in their stages (gemm/packed.cuh) */
   static constexpr int HELPERS = 0;    /* warps of producers that arrive at a stage's `full`, too */
+  /* A consumer counts a tile as stored while the next one's first products are under way: its release waits for what is
+   * stored. */
+  static constexpr bool TELLS_LATER = PRODUCT::ACTIVATES || PRODUCT::KEEPS;
   static constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 56; /* 384 threads start with 168 each */
 
   /* Gathering: 8 threads copy the 128 bytes of a row. */
@@ -566,11 +569,18 @@ template <class S> DEVICE void add_tile_stored(const gemm_args &args, const tile
     add_h_stored(args, tile.expert, min(each, all ? (there + group) / S::CONSUMERS : there - group * each));
 }
 
-/* A thread's word among the weights of rows, which rows of codes do not have in use. */
+/* A thread's word, from a unit's products to its end: among the weights of rows, which tokens as rows do not have. */
 template <class S> DEVICE int &kept_word(wgmma_smem<S> &smem)
 {
   static_assert(S::BM >= S::GROUP, "a word each");
   return reinterpret_cast<int *>(smem.staging.row_weights[tid_x() / S::GROUP - 1])[tid_x() % S::GROUP];
+}
+
+/* Of tokens as columns, which may have weights: another warp still reads the last unit's. While there are products,
+ * nothing is staged. */
+template <class S> DEVICE int &kept_word_of_columns(wgmma_smem<S> &smem)
+{
+  return reinterpret_cast<int *>(staged_of_warp<S>(smem.staging, tid_x()))[tid_x() % WARP_SIZE];
 }
 
 /* A consumer's part of the unit at `slot`, tokens as rows. Registers are full: the unit is read anew. */
@@ -590,6 +600,18 @@ DEVICE void consume_tokens(const gemm_sm90_args &args, wgmma_smem<S> &smem, pipe
     add_tile_stored<S>(args.g, smem.units[slot], (int)tid_x() / S::GROUP - 1, true);
 }
 
+/* The same of the unit at `slot`, if there is one, by the group. */
+template <class S> DEVICE void tell_stored(const gemm_args &args, const wgmma_smem<S> &smem, int slot, int group)
+{
+  if (slot < 0) return;
+  if constexpr (S::ACTIVATES) {
+    bar_sync(1 + group, S::GROUP);
+    if (threadIdx.x % S::GROUP == 0) add_activated_stored<S>(args, smem.units[slot], group);
+  } else {
+    add_tile_stored<S>(args, smem.units[slot], group, false);
+  }
+}
+
 /* What a consumer keeps from unit to unit. */
 template <class S, bool WOVEN> struct scales_ahead_of {
 };
@@ -601,6 +623,7 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
   const int own = threadIdx.x / S::GROUP - 1;
   pipeline_state<S::STAGES> at;
   scales_ahead_of<S, S::WOVEN> scales;
+  int stored = -1; /* TELLS_LATER: the unit that is not told of yet */
 #pragma unroll 1
   for (int slot = 0;; slot = (slot + 1) % UNITS_AHEAD) {
     wait_for(&smem.full[at.stage], at.phase);
@@ -616,6 +639,7 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
     }
     const int channels = wgmma_channels<S>(args.g), channel0 = unit.n * channels + group * (channels / S::CONSUMERS);
     if (channel0 >= args.g.n) {
+      if constexpr (S::TELLS_LATER) tell_stored<S>(args.g, smem, stored, group), stored = -1;
       if constexpr (S::WOVEN) scales.skip_unit();
       skip<S>(args.g, smem, at);
       continue;
@@ -625,10 +649,12 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
       multiply_woven<S>(args, smem, at, slot, scales, acc);
     else if constexpr (S::PACKED)
       multiply_packed<S>(args, smem, at, slot, acc);
+    else if constexpr (S::TELLS_LATER)
+      multiply<S, S::BM>(args.g, smem, at, group, unit.rows, acc, [&] { tell_stored<S>(args.g, smem, stored, group); });
     else {
-      if (token_tile<S>::SERVED) kept_word<S>(smem) = slot;
+      if (token_tile<S>::SERVED) kept_word_of_columns<S>(smem) = slot;
       multiply_unit<S>(args.g, args.up_first, smem, at, group, unit, channel0, acc);
-      if (token_tile<S>::SERVED) slot = kept_word<S>(smem);
+      if (token_tile<S>::SERVED) slot = kept_word_of_columns<S>(smem);
     }
     if constexpr (S::SCALED || S::PACKED) { /* registers are full: all of it anew */
       const tile_unit stored = smem.units[slot];
@@ -645,9 +671,12 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
     } else {
       store_tile<S>(args.g, args.up_first, smem.staging, unit, group, {channel0, args.g.n}, acc);
     }
-    if (S::GATHERED && args.g.protocol.by_expert)
+    if constexpr (S::TELLS_LATER)
+      stored = args.g.protocol.by_expert ? slot : -1;
+    else if (S::GATHERED && args.g.protocol.by_expert)
       add_tile_stored<S>(args.g, smem.units[slot], S::PACKED ? (int)tid_x() / S::GROUP - 1 : group, false);
   }
+  if constexpr (S::TELLS_LATER) tell_stored<S>(args.g, smem, stored, own);
 }
 
 template <class S>

@@ -10,6 +10,7 @@ template <int THREADS> DEVICE double cta_sum(double value)
   constexpr int WARPS = THREADS / WARP_SIZE;
   __shared__ double part[WARPS];
   value = warp_sum(value);
+  if (WARPS == 1) return value;
   __syncthreads();
   if (lane_id() == 0) part[warp_id()] = value;
   __syncthreads();
@@ -24,6 +25,7 @@ template <int THREADS> DEVICE double cta_max(double value)
   constexpr int WARPS = THREADS / WARP_SIZE;
   __shared__ double part[WARPS];
   for (int mask = WARP_SIZE / 2; mask > 0; mask /= 2) value = fmax(value, __shfl_xor_sync(ALL_LANES, value, mask));
+  if (WARPS == 1) return value;
   __syncthreads();
   if (lane_id() == 0) part[warp_id()] = value;
   __syncthreads();
