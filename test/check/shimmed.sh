@@ -1,7 +1,7 @@
 # Sourced: builds programs over the shim (test/shim/) outside the Makefile's own folders, with flags of their own.
 # Needs lib/obj/flags.cc and flags.archs, which `make` leaves, and no kernel: nobody without a GPU reads an image.
 lib=${LIB:-lib}
-helpers='test parts oracle codes'
+shim_helpers='test parts oracle codes'
 wrap=$(sed -n 's/^SHIM_WRAP *:= *//p' Makefile)
 
 # name_images FOLDER: an object with a name for every kernel image, those that not every program links among them
@@ -26,7 +26,7 @@ compile() {
 
 # link_shimmed FOLDER FLAGS PROGRAM: from the objects that compile left there
 link_shimmed() {
-  ${CC:-cc} $2 -o "$1/$3" "$1/test_$3.c.o" $(for helper in $helpers; do echo "$1/test_$helper.c.o"; done) \
+  ${CC:-cc} $2 -o "$1/$3" "$1/test_$3.c.o" $(for helper in $shim_helpers; do echo "$1/test_$helper.c.o"; done) \
     "$1"/test_shim_*.o "$1"/host_*.o "$1"/kernels_*.o "$1/images.o" $(for name in $wrap; do echo "-Wl,--wrap=$name"; done) -ldl -lpthread -lm
 }
 
@@ -35,7 +35,7 @@ build_shimmed() {
   build_to=$1 build_flags=$2
   shift 2
   compile "$build_to" "$build_flags" host/*.c kernels/cpu/*.c test/shim/*.c \
-    $(printf 'test/%s.c ' $helpers "$@") || return 1
+    $(printf 'test/%s.c ' $shim_helpers "$@") || return 1
   name_images "$build_to" || return 1
   for program; do link_shimmed "$build_to" "$build_flags" "$program" || return 1; done
 }
