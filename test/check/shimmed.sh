@@ -27,7 +27,8 @@ compile() {
 # link_shimmed FOLDER FLAGS PROGRAM: from the objects that compile left there
 link_shimmed() {
   ${CC:-cc} $2 -o "$1/$3" "$1/test_$3.c.o" $(for helper in $shim_helpers; do echo "$1/test_$helper.c.o"; done) \
-    "$1"/test_shim_*.o "$1"/host_*.o "$1"/kernels_*.o "$1/images.o" $(for name in $wrap; do echo "-Wl,--wrap=$name"; done) -ldl -lpthread -lm
+    "$1"/test_shim_*.o "$1"/host_*.o "$1"/kernels_*.o "$1/images.o" \
+    $(for name in $wrap; do echo "-Wl,--wrap=$name"; done) -ldl -lpthread -lm
 }
 
 # build_shimmed FOLDER FLAGS PROGRAM...
