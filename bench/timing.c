@@ -85,15 +85,16 @@ static cumoe_status prepare(bench *b, const work *w, int32_t inputs, const cudaE
 }
 
 /* The untimed replay in front lets the host run ahead of the device; apart, there is one before all samples alone. */
-static cumoe_status sample(bench *b, const replay *r, const cudaEvent_t events[2], double *us, clock_state *clocks)
+static cumoe_status sample(bench *b, replay *r, int32_t number, const cudaEvent_t events[2], clock_state *clocks)
 {
-  if (!b->o.apart || us == r->samples) TRY_CUDA(b, cudaGraphLaunch(r->exec, b->stream));
+  double us;
+  if (!b->o.apart || number == 0) TRY_CUDA(b, cudaGraphLaunch(r->exec, b->stream));
   TRY_CUDA(b, cudaEventRecord(events[0], b->stream));
   for (int32_t i = 0; i < r->repeats; ++i) TRY_CUDA(b, cudaGraphLaunch(r->exec, b->stream));
   TRY_CUDA(b, cudaEventRecord(events[1], b->stream));
   if (clocks) *clocks = clocks_now(b->nvml);
-  TRY(elapsed(b, events, us));
-  *us /= (double)r->repeats * r->calls;
+  TRY(elapsed(b, events, &us));
+  r->samples[number] = us / ((double)r->repeats * r->calls);
   return CUMOE_OK;
 }
 
@@ -127,8 +128,7 @@ static cumoe_status measure_replays(bench *b, const work *works, int32_t count, 
   }
   for (int32_t n = 0; n < samples * count && status == CUMOE_OK; ++n) {
     const int32_t s = b->o.apart ? n % samples : n / count, i = b->o.apart ? n / samples : n % count;
-    if (replays[i].exec)
-      status = sample(b, &replays[i], events, &replays[i].samples[s], i == 0 && s == samples - 1 ? clocks : NULL);
+    if (replays[i].exec) status = sample(b, &replays[i], s, events, i == 0 && s == samples - 1 ? clocks : NULL);
   }
   for (int32_t i = 0; i < count && status == CUMOE_OK; ++i)
     if (replays[i].exec) timings[i] = summary(replays[i].samples, samples);

@@ -187,10 +187,12 @@ static cumoe_array array_of(const tensor *t, int32_t experts, const int32_t *hel
                        .per_expert = pointers};
 }
 
-static cumoe_projection coded_projection(const world *w, int which, const int32_t *held, int32_t count,
-                                         const void *pointers[3][MOST_EXPERTS])
+/* Gate and up, or down: with a format, or as the world's tensor has them. */
+static cumoe_projection projection_of(const world *w, int which, const int32_t *held, int32_t count,
+                                      const void *pointers[3][MOST_EXPERTS])
 {
-  const host_projection *p = &w->coded[which];
+  const host_projection dense = {.data = which ? w->down : w->gate_up},
+                        *p = format_is_dense(&w->format) ? &dense : &w->coded[which];
   const cumoe_array data = array_of(&p->data, w->experts, held, count, pointers[0]);
   return (cumoe_projection){.data = data.data,
                             .per_expert = data.per_expert,
@@ -198,8 +200,9 @@ static cumoe_projection coded_projection(const world *w, int which, const int32_
                             .zero = array_of(&p->zero, w->experts, held, count, pointers[2])};
 }
 
-static cumoe_status bind_coded(const world *w, cumoe_context context, const int32_t *held, int32_t count,
-                               cumoe_weights *weights)
+/* So many experts, where they lie in the whole layer. */
+static cumoe_status bind(const world *w, cumoe_context context, const int32_t *held, int32_t count,
+                         cumoe_weights *weights)
 {
   const void *pointers[2][3][MOST_EXPERTS];
   const cumoe_weights_desc d = {.size = sizeof d,
@@ -209,35 +212,11 @@ static cumoe_status bind_coded(const world *w, cumoe_context context, const int3
                                 .gate_order = CUMOE_GATE_UP_CONCAT,
                                 .up_major = CUMOE_OUT_IN,
                                 .down_major = CUMOE_OUT_IN,
-                                .gate_up = coded_projection(w, 0, held, count, pointers[0]),
-                                .down = coded_projection(w, 1, held, count, pointers[1]),
+                                .gate_up = projection_of(w, 0, held, count, pointers[0]),
+                                .down = projection_of(w, 1, held, count, pointers[1]),
                                 .up_format = w->format,
                                 .down_format = w->format,
                                 .dtype = w->dtype};
-  return cumoe_weights_bind(context, &d, weights);
-}
-
-/* So many experts, where they lie in the whole layer. */
-static cumoe_status bind(const world *w, cumoe_context context, const int32_t *held, int32_t count,
-                         cumoe_weights *weights)
-{
-  const void *up[MOST_EXPERTS], *down[MOST_EXPERTS];
-  if (!format_is_dense(&w->format)) return bind_coded(w, context, held, count, weights);
-  cumoe_weights_desc d = {.size = sizeof d,
-                          .experts = count,
-                          .hidden = w->hidden,
-                          .inter = w->inter,
-                          .gate_order = CUMOE_GATE_UP_CONCAT,
-                          .up_major = CUMOE_OUT_IN,
-                          .down_major = CUMOE_OUT_IN};
-  for (int32_t i = 0; i < count; i++) {
-    up[i] = rows_of(&w->gate_up, held[i] * 2 * w->inter, 1).data;
-    down[i] = rows_of(&w->down, held[i] * w->hidden, 1).data;
-  }
-  d.gate_up.data = cumoe_matrix(NULL, (cumoe_dtype)w->dtype, 2 * w->inter, w->hidden, w->hidden);
-  d.down.data = cumoe_matrix(NULL, (cumoe_dtype)w->dtype, w->hidden, w->inter, w->inter);
-  d.gate_up.per_expert = up;
-  d.down.per_expert = down;
   return cumoe_weights_bind(context, &d, weights);
 }
 
@@ -2168,13 +2147,11 @@ static void randomise_format(rng *r, world *w)
 /* All that the worlds above are about, in any combination. */
 static world random_world(rng *r)
 {
-  static const int32_t dtypes[] = {CUMOE_BF16, CUMOE_F16, CUMOE_F32};
-  world w = {.name = "random"};
-  w.ranks = 1 + (int32_t)rng_below(r, 8);
+  world w = {.ranks = 1 + (int32_t)rng_below(r, 8)};
   w.lanes = 1 + (int32_t)rng_below(r, 2);
   w.experts = 1 + (int32_t)rng_below(r, 24);
   w.top_k = 1 + (int32_t)rng_below(r, w.experts < 6 ? w.experts : 6);
-  w.dtype = dtypes[rng_below(r, 3)];
+  w.dtype = case_dtypes[rng_below(r, 3)];
   if (rng_below(r, 2)) w.hidden = 8 * (1 + (int32_t)rng_below(r, 70)), w.inter = 8 * (1 + (int32_t)rng_below(r, 8));
   w.capacity = 1 + rng_below(r, rng_below(r, 3) ? 12 : 80);
   if (rng_below(r, 2)) w.tokens_max = 1 + rng_below(r, 3 * w.capacity);
