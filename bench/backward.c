@@ -5,8 +5,8 @@
  * gradients of weights, `dense` all six products of both ways by cuBLAS, of one expert with all rows: without routing.
  * bench/backward_peer.py times PyTorch's on the same shapes; right after or before, on the same GPU.
  *
- *   lib/bench/backward [--quick | --once] [--apart] [--most TOKENS] [model ...]
- *   --quick: short samples; --once: one call, for a profiler; --apart: replays one at a time, as the peer's are timed.
+ *   lib/bench/backward [--quick | --once] [--apart] [--whole] [--most TOKENS] [model ...]
+ *   --quick: short samples; --whole: the layer's ways alone, not their parts, nor `dense`; --once: one call, for a profiler; --apart: replays one at a time, as the peer's are timed.
  *   Those in a row take 1 to 2 % more both ways, forward up to 12 %: the GPU's power is the limit.
  */
 #include "bench.h"
@@ -30,7 +30,8 @@ typedef struct training {
   cell cell;
   cumoe_weights gradients;
   cumoe_view d_out;
-  bool once; /* forward_keep and backward, eagerly: for a profiler */
+  bool once;  /* forward_keep and backward, eagerly: for a profiler */
+  bool whole; /* without GATE and what follows it, nor NO_WEIGHTS */
   cumoe_view_mut kept, scratch, d_x, d_router, d_logits, d_pairs, gate_scratch, d_rows;
   dense_product dense[DENSE_PRODUCTS]; /* of the first expert's weights */
 } training;
@@ -229,17 +230,18 @@ static cumoe_status run_cell(training *t, int64_t tokens)
   const bool dense = t->bench->blas && create_dense(t) == CUMOE_OK; /* else there is no room */
   for (int p = 0; p < PARTS; ++p) {
     jobs[p] = (job){t, (part)p};
-    works[p] = (work){call, p == DENSE && !dense ? NULL : &jobs[p], p == DENSE};
+    const bool left = (p == DENSE && !dense) || (t->whole && (p == NO_WEIGHTS || p >= GATE));
+    works[p] = (work){call, left ? NULL : &jobs[p], p == DENSE};
   }
   TRY(measure(t->bench, works, PARTS, t->cell.inputs, timings, &clocks));
   print_parts(t, tokens, timings);
   return CUMOE_OK;
 }
 
-static cumoe_status run_shape(bench *b, const shape *s, bool once, int64_t most)
+static cumoe_status run_shape(bench *b, const shape *s, bool once, bool whole, int64_t most)
 {
   static const int64_t tokens[] = {2048, 8192, 32768};
-  training t = {.bench = b, .once = once};
+  training t = {.bench = b, .once = once, .whole = whole};
   cumoe_status status = model_create(b, s, &not_quantised, &t.model);
   if (status == CUMOE_OK) status = create_gradients(&t);
   for (int i = 0; i < 3 && tokens[i] <= most && status == CUMOE_OK; ++i) {
@@ -271,7 +273,7 @@ static bool is_asked_for(int argc, char **argv, const char *name)
 int main(int argc, char **argv)
 {
   bench b = {.o = {.device = 0, .dtype = CUMOE_BF16}, .seed = 1};
-  bool once = false;
+  bool once = false, whole = false;
   int64_t most = INT64_MAX;
   for (int i = 1; i < argc; ++i) {
     if (!strcmp(argv[i], "--most") && i + 1 < argc) {
@@ -279,12 +281,13 @@ int main(int argc, char **argv)
       continue;
     }
     const bool is_once = !strcmp(argv[i], "--once"), is_quick = !strcmp(argv[i], "--quick"),
-               is_apart = !strcmp(argv[i], "--apart");
-    if (argv[i][0] == '-' && !is_once && !is_quick && !is_apart) {
-      fprintf(stderr, "usage: backward [--quick | --once] [--apart] [--most TOKENS] [model ...]\n");
+               is_apart = !strcmp(argv[i], "--apart"), is_whole = !strcmp(argv[i], "--whole");
+    if (argv[i][0] == '-' && !is_once && !is_quick && !is_apart && !is_whole) {
+      fprintf(stderr, "usage: backward [--quick | --once] [--apart] [--whole] [--most TOKENS] [model ...]\n");
       return 2;
     }
     once |= is_once;
+    whole |= is_whole;
     b.o.quick |= is_quick;
     b.o.apart |= is_apart;
   }
@@ -295,7 +298,7 @@ int main(int argc, char **argv)
   printf("%s: medians of replays, bf16\n%-16s %6s %-16s %10s\n", b.device.name, "model", "tokens", "part", "us");
   for (int32_t i = 0; i < shape_count() && status == CUMOE_OK; ++i) {
     const shape s = shape_at(i);
-    if (s.when == SHAPE_always && is_asked_for(argc, argv, s.name)) status = run_shape(&b, &s, once, most);
+    if (s.when == SHAPE_always && is_asked_for(argc, argv, s.name)) status = run_shape(&b, &s, once, whole, most);
   }
   if (status != CUMOE_OK) fprintf(stderr, "backward: %s\n", failure_text(&b));
   cublas_close(b.blas);

@@ -106,12 +106,18 @@ static copy_rows_args copy_of(const backward *b, const expert_rows *e, const row
                           .weighs = weighs};
 }
 
-/* On CUDA what `c` makes, unless it is `made`; on the CPU the matrix itself. */
-static cumoe_status in_row_order(const backward *b, const copy_rows_args *c, bool made, row_matrix *m)
+/* On CUDA what `c` makes; on the CPU the matrix itself. */
+static cumoe_status in_row_order(const backward *b, const copy_rows_args *c, row_matrix *m)
 {
   if (on_cpu(b->p.context)) return CUMOE_OK;
   *m = rows_of(c->to, c->to_ld, c->dtype);
-  return made ? CUMOE_OK : dispatch(b->p.context, OP_copy_rows, c, b->p.stream);
+  return dispatch(b->p.context, OP_copy_rows, c, b->p.stream);
+}
+
+/* Gradients of weights bring rows of tokens by themselves, as they are. */
+static bool gathers_x(const backward *b, const expert_rows *e)
+{
+  return !on_cpu(b->p.context) && e->padded && !e->weighs_x;
 }
 
 /* Whether gradients of weights begin beside the grids ahead. Of few rows an expert they are bound by writing the
@@ -124,9 +130,8 @@ static bool overlaps_gradients(const backward *b, const expert_rows *e)
 }
 
 /* d h = d out times down's weights; then the activation once more, and its gradient: h, d z, and <d h, h> of each row,
- * from which the pairs' gradients come. *copied: x was brought into the order of rows on the way; *activated: d h's
- * place has parts of <d h, h>. */
-static cumoe_status backward_activation(const backward *b, const expert_rows *e, const row_matrix *d_out, bool *copied,
+ * from which the pairs' gradients come. *activated: d h's place has parts of <d h, h>. */
+static cumoe_status backward_activation(const backward *b, const expert_rows *e, const row_matrix *d_out,
                                         bool *activated)
 {
   const bool cpu = on_cpu(b->p.context);
@@ -141,15 +146,13 @@ static cumoe_status backward_activation(const backward *b, const expert_rows *e,
                                  .n = e->w->inter,
                                  .k = e->w->hidden,
                                  .scale = 1};
-  const copy_rows_args x = copy_of(b, e, &e->x, e->at.d_rows, e->weighs_x);
   const drawn_work work = {.tickets = tickets_of(b, TICKETS_OF_D_H),
-                           .copy = e->d ? &x : NULL,
-                           .copied = copied,
                            .act = &act,
                            .z_offsets = b->p.route.offsets,
                            .row_weight = row_weight_of(b),
                            .z_rows = b->p.tokens.count * b->p.plan->desc.routing.top_k,
                            .parts = d_h.c,
+                           .clears = e->d != NULL,
                            .counts = overlaps_gradients(b, e),
                            .activated = activated};
   act.z = e->z;
@@ -184,9 +187,8 @@ static void split_halves(weight_gradient_args *g, const struct weights *w, const
 }
 
 /* Gradients of down, of its biases, and of gate and up. On CUDA the rows of x and h carry the pair's weight already, so
- * the products there need none (weighs: on the CPU alone). copied: d h has x's copy made; counted: and counts. */
-static cumoe_status backward_weights(const backward *b, const expert_rows *e, const row_matrix *d_out, bool copied,
-                                     bool counted)
+ * the products there need none (weighs: on the CPU alone). counted: d h counts what is there. */
+static cumoe_status backward_weights(const backward *b, const expert_rows *e, const row_matrix *d_out, bool counted)
 {
   const int32_t halves = e->w->gated ? 2 : 1, dtype = b->p.plan->desc.dtype;
   const bool cpu = on_cpu(b->p.context);
@@ -223,7 +225,10 @@ static cumoe_status backward_weights(const backward *b, const expert_rows *e, co
   bias.padded = 0;
   down.d.bias[0] = NULL;
   split_halves(&up, e->w, e->d);
-  TRY(in_row_order(b, &copy, copied, &x));
+  if (gathers_x(b, e))
+    up.row_token = row_token_of(b);
+  else
+    TRY(in_row_order(b, &copy, &x));
   up.b = x;
   /* The first units of up's gradient may run beside the last ones of d h, which says when rows are there; those of
    * down's beside the last ones of up's, which it has no need of. */
@@ -289,10 +294,10 @@ static cumoe_status backward_experts(const backward *b, const expert_rows *e)
 {
   row_matrix d_out = e->d_out;
   const copy_rows_args copy = copy_of(b, e, &e->d_out, e->at.d_out, false);
-  bool copied = false, activated = false;
-  TRY(in_row_order(b, &copy, false, &d_out));
-  TRY(backward_activation(b, e, &d_out, &copied, &activated));
-  if (e->d) TRY(backward_weights(b, e, &d_out, copied, copied && activated && overlaps_gradients(b, e)));
+  bool activated = false;
+  TRY(in_row_order(b, &copy, &d_out));
+  TRY(backward_activation(b, e, &d_out, &activated));
+  if (e->d) TRY(backward_weights(b, e, &d_out, activated && gathers_x(b, e) && overlaps_gradients(b, e)));
   return backward_rows(b, e, activated);
 }
 

@@ -82,19 +82,18 @@ cumoe_status run_gate_backward(struct context *context, const gate_backward_args
 
 /* Gate and up as one matrix of 2 I channels, in the order that they have in memory: false if they are not one. */
 bool join_halves(const struct weights *w, expert_matrix *joined, int32_t *order);
-/* What down_drawn gets besides: its tickets, and NULL or a copy to be made on the way; *copied then says if it is. And
- * of a product that is d h, NULL or what is to be made of it; `activated`, whether it is, instead of d h. */
+/* What down_drawn gets besides: its tickets. And of a product that is d h, NULL or what is to be made of it;
+ * `activated`, whether it is, instead of d h. */
 typedef struct drawn_work {
   int32_t *tickets;
-  const copy_rows_args *copy;
-  bool *copied;
   const activation_args *act; /* of kept z: its rows begin at z_offsets */
   const int32_t *z_offsets;
   const float *row_weight;
   int64_t z_rows;
   float *parts; /* pair_gradient_args */
   bool beside;  /* the grid ahead does not touch what the product does */
-  bool counts;  /* d h that has a copy made tells how much of rows and of the copy is there (kernels/backward.h) */
+  bool clears;  /* what is made of d h has zeros in rows that are no pair's; activation sees to that anyhow */
+  bool counts;  /* and it is told how much is there (kernels/backward.h) */
   bool *activated;
 } drawn_work;
 

@@ -188,43 +188,37 @@ static bool as_down(const rows_product_args *a, gemm_args *g)
   return true;
 }
 
-static copy_beside_args beside(const copy_rows_args *c, int32_t *tickets)
+/* Of h and d z, the rows that fill up to the next expert's: gradients of weights take whole blocks. */
+static copy_beside_args clearing(const activation_args *act, int32_t *tickets)
 {
-  const int32_t vector = 16 / (int32_t)cumoe_dtype_bytes((cumoe_dtype)c->dtype);
-  return (copy_beside_args){.from = c->a.base,
-                            .to = c->to,
-                            .slot_row = c->map.slot_row,
-                            .row_pair = c->map.row_pair,
-                            .end = c->map.offsets + c->map.experts,
-                            .pair_weights = c->map.pair_weights,
+  const int32_t vectors = act->inter * (int32_t)cumoe_dtype_bytes((cumoe_dtype)act->dtype) / 16;
+  return (copy_beside_args){.row_pair = act->map.row_pair,
+                            .end = act->map.offsets + act->map.experts,
                             .tickets = tickets + PROGRESS_COPY_TICKETS,
-                            .pair_weights_ld = c->map.pair_weights_ld,
-                            .from_ld = c->a.ld / vector,
-                            .rows_cap = c->map.rows_cap,
-                            .tokens = c->map.tokens,
-                            .vectors = c->cols / vector,
-                            .top_k = c->map.top_k,
-                            .row_step = ROW_STEP};
+                            .rows_cap = act->map.rows_cap,
+                            .tokens = act->map.tokens,
+                            .top_k = act->map.top_k,
+                            .row_step = ROW_STEP,
+                            .cleared = {act->h, act->d_z},
+                            .cleared_vectors = {vectors, 2 * vectors}};
 }
 
 /* Parts of <d h, h> need room where d h would have been: 4 bytes for ALONG_PART channels, of whole 4 parts. */
 enum { LEAST_ACTIVATED = 64 };
 
-/* Whether down_activated makes what `activation` would: see there. What fills up rows is cleared by a copy beside. */
+/* Whether down_activated makes what `activation` would: see there. */
 static bool activates(const drawn_work *work, const gemm_args *g)
 {
   const activation_args *act = work->act;
-  const bool clears = !work->copy || COPIES_BESIDE(work->copy);
-  return act && work->row_weight && clears && act->gated && (act->act == ACT_SILU || act->act == ACT_SWIGLU_OAI) &&
+  return act && work->row_weight && act->gated && (act->act == ACT_SILU || act->act == ACT_SWIGLU_OAI) &&
          act->order < GATE_UP_PAIRS && act->weighs == act->weighs_h && g->n >= LEAST_ACTIVATED;
 }
 
-/* From d h's arguments, with tickets and a copy beside. */
+/* From d h's arguments, with tickets. */
 static void activate(down_activated_args *d, const drawn_work *work)
 {
   const activation_args *act = work->act;
   gemm_sm90_args *gemm = &d->drawn.gemm;
-  copy_beside_args *beside = &d->drawn.beside;
   const int64_t element = (int64_t)cumoe_dtype_bytes((cumoe_dtype)act->dtype), half = act->inter * element;
   const int up_first = act->order == UP_FIRST;
   gemm->g.c = act->h;
@@ -238,17 +232,13 @@ static void activate(down_activated_args *d, const drawn_work *work)
   d->d_z[up_first] = act->d_z;
   d->d_z[!up_first] = (char *)act->d_z + half;
   gemm->z_ld = 2 * (int64_t)act->inter;
-  gemm->g.protocol.by_expert = work->counts && beside->to;
+  gemm->g.protocol.by_expert = work->counts;
   d->z_offsets = work->z_offsets;
   d->row_weight = work->row_weight;
   d->along = work->parts;
   d->z_rows = work->z_rows;
   d->scale = act->scale;
-  if (!beside->to) return;
-  beside->cleared[0] = act->h;
-  beside->cleared[1] = act->d_z;
-  beside->cleared_vectors[0] = (int32_t)(half / 16);
-  beside->cleared_vectors[1] = (int32_t)(2 * half / 16);
+  if (work->clears) d->drawn.beside = clearing(act, work->tickets);
 }
 
 cumoe_status multiply_rows(struct context *context, const rows_product_args *a, const drawn_work *work,
@@ -262,10 +252,6 @@ cumoe_status multiply_rows(struct context *context, const rows_product_args *a, 
   TRY(choose_step(context, OP_down, g, &hint, &s));
   if (!work || variants[s.row].form != FORM_wgmma) return dispatch_by(context, OP_down, g, &hint, stream);
   g->protocol.progress = work->tickets;
-  if (work->copy && COPIES_BESIDE(work->copy)) {
-    mapped.drawn.beside = beside(work->copy, work->tickets);
-    *work->copied = true;
-  }
   g->protocol.early_inputs = work->beside;
   if (!activates(work, g)) return dispatch_by(context, OP_down_drawn, &mapped.drawn, &hint, stream);
   activate(&mapped.activated, work);

@@ -241,10 +241,12 @@ static gradient_rows rows_of_gradient(const weight_gradient_args *g)
   return (gradient_rows){g->d.k_stride, g->k, g->n, true};
 }
 
+/* Of tokens: what is gathered by vectors, from rows whose distance the kernel has in 32 bits. */
 static bool operand_serves(const row_matrix *m)
 {
   const weight_format format = dense_format(m->dtype);
-  return m->form == OF_ROW && format_bits(format) == 16 && matrix_serves(m->base, m->ld, format);
+  const bool gathered = m->form == OF_TOKEN && m->ld <= INT32_MAX;
+  return (m->form == OF_ROW || gathered) && format_bits(format) == 16 && matrix_serves(m->base, m->ld, format);
 }
 
 static bool units_fit(const weight_gradient_args *g)
@@ -270,11 +272,12 @@ bool tmap_serves_gradient(const weight_gradient_args *g)
 static tensor gradient_operand(const weight_gradient_args *g, const variant *v, bool outputs)
 {
   const row_matrix *m = outputs ? &g->a : &g->b;
-  const int64_t last = g->a_half[g->halves - 1], first = g->a_half[0];
+  const int64_t last = g->a_half[g->halves - 1], first = g->a_half[0],
+                rows = m->form == OF_TOKEN ? g->map.tokens.count : g->map.rows_cap;
   return (tensor){
       .base = m->base,
       .rank = 2,
-      .size = {(uint64_t)(outputs ? (first > last ? first : last) + g->n : g->k), (uint64_t)g->map.rows_cap},
+      .size = {(uint64_t)(outputs ? (first > last ? first : last) + g->n : g->k), (uint64_t)rows},
       .stride = {1, m->ld},
       .box = {128 / sizeof(uint16_t), (uint32_t)v->bk},
   };

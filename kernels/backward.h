@@ -42,9 +42,9 @@ enum { ROW_STEP = 64 };
 typedef struct pad_args {
   row_map map;
   int32_t *counts, *offsets, *row_pair, *slot_row;
-  float *row_weight; /* NULL, or of each row: its pair's weight, 0 where there is none. CUDA only */
+  float *row_weight;  /* NULL, or of each row: its pair's weight, 0 where there is none. CUDA only */
   int32_t *row_token; /* NULL, or of each row: its token, -1 where there is none or its pair is dropped. CUDA only */
-  int32_t *tickets;  /* NULL, or TICKET_WORDS(experts), which become 0 */
+  int32_t *tickets;   /* NULL, or TICKET_WORDS(experts), which become 0 */
   int64_t rows_cap;
 } pad_args;
 
@@ -105,8 +105,8 @@ typedef struct rows_product_args {
  * d_h(e, n, k) = sum over rows r of e of scale * a(r)[a_half[h] + n * a_n] * b(r)[k]; its bias: without b(r). a or b is
  * multiplied by the pair's weight first, if `weighs` says so. Added to what is there if `accumulates`: then that of an
  * expert without rows stays as it is. padded: rows are, a and b are OF_ROW and zeros where no pair is, up to the next
- * multiple of ROW_STEP. weight_gradient: all but the bias, which is there; bias_gradient: the bias. Unit: (expert,
- * half, block of GRADIENT_BLOCK n), n fastest.
+ * multiple of ROW_STEP; but one of them may be OF_TOKEN, whose rows row_token has, and nobody weighs. weight_gradient:
+ * all but the bias, which is there; bias_gradient: the bias. Unit: (expert, half, block of GRADIENT_BLOCK n), n fastest.
  * Hints to a kernel that starts early (kernels/protocol.h): nobody wants or touches what the grid ahead does (beside),
  * but for a d h (d_h: the words of its tickets; d_h_octets of a row): then its counts tell what is there.
  */
@@ -118,7 +118,8 @@ typedef struct weight_gradient_args {
   int32_t d_dtype, halves, n, k;
   int32_t weighs, accumulates, padded;
   int32_t beside, d_h_octets;
-  const int32_t *d_h; /* NULL: none */
+  const int32_t *d_h;       /* NULL: none */
+  const int32_t *row_token; /* as pad makes it, or NULL */
   float scale;
 } weight_gradient_args;
 

@@ -5,10 +5,12 @@
  * halves) and Q = b, N-major ones the other way round. Both operands are copies in row order, in which each expert
  * begins at a multiple of ROW_STEP and zeros fill up to the next one: so whole boxes are read, and what they bring
  * besides an expert's rows adds nothing. wgmma reads either major of both operands from shared memory: no transposing.
+ * Or one of the two has rows of tokens, which two more warps gather by cp.async: no copy is made.
  *
  * A CTA has one warp that loads and two warpgroups that multiply, each half of the tile's p. All rows of an expert are
  * one CTA's, in their order: sums have the same bits each time. CTAs come in clusters of two, with neighbouring tiles
- * of q (or of p) and the same ones of p (or of q), which each loads half of, for both by multicast.
+ * of q (or of p) and the same ones of p (or of q), which each loads half of, for both by multicast. What is gathered is
+ * nothing that could be shared.
  */
 #ifndef CUMOE_GRADIENT_CUH
 #define CUMOE_GRADIENT_CUH
@@ -30,26 +32,30 @@ struct gradient_shape {
    * fetched into as many slots ahead. */
   static constexpr int SLOTS = SLOTS_, WIDTH = 128 / sizeof(Y), BOXES_ACROSS = BN / WIDTH,
                        BOXES = BLOCKS * BOXES_ACROSS;
-  static constexpr int CONSUMER_REGISTERS = 240, PRODUCER_REGISTERS = 24; /* 384 threads start with 168 each */
+  static constexpr int CONSUMER_REGISTERS = 232, PRODUCER_REGISTERS = 40; /* 384 threads start with 168 each */
+  static constexpr int GATHERERS = 2 * WARP_SIZE, GATHERED_ROWS = BK / 2; /* threads; rows of a stage that a warp has */
   static_assert(sizeof(X) == 2 && CLUSTER == 2 && THREADS == (CONSUMERS + 1) * GROUP, "see there");
   static_assert(BM % (BLOCK * CONSUMERS) == 0 && BN % BLOCK == 0, "whole boxes");
   static_assert(SLOTS >= 2 && SLOTS <= BOXES, "one is stored while another is filled; what is fetched ahead");
   static constexpr int NARROW = BN - BLOCK; /* columns of a tile whose last box of q is past the last one */
   static_assert(BK % 32 == 0 && ROW_STEP % BK == 0, "whole steps; see there");
+  static_assert(CONSUMERS * GROUP * CONSUMER_REGISTERS + GROUP * PRODUCER_REGISTERS <= 168 * THREADS,
+                "what a CTA starts with: who asks for more waits for ever");
 };
 
 /* ---- units ---- */
 
-/* How the matrix of an expert is dealt to clusters: a unit is two neighbouring tiles. */
+/* How the matrix of an expert is dealt to clusters: a unit is two neighbouring tiles, all of them along q, or all along
+ * p; of an odd number of tiles those of the last column (or row) are neighbours the other way. */
 struct gradient_grid {
   int32_t p, q;                 /* elements of a half along p, along q */
   int32_t p_tiles, q_tiles;     /* tiles of a half */
   int32_t p_all, q_all;         /* tiles of all halves */
   bool across;                  /* q are outputs and p inputs; else the other way round */
-  bool share_p;                 /* the two tiles are neighbours along q, and share p; else the other way round */
-  int32_t tall, wide;           /* units along p, along q */
+  bool gather_p, gather_q;      /* its rows are tokens' */
+  bool along_q;                 /* the two tiles are neighbours along q, and share p; else the other way round */
+  int32_t tall, wide, each;     /* units along p, along q; all, with those of the odd column or row */
   int32_t experts_on, units_on; /* steps from a cluster's unit to its next one */
-  int32_t turn;                 /* experts_on, less whole turns of an expert's units */
 };
 
 template <class S> DEVICE gradient_grid gradient_grid_of(const weight_gradient_args &g)
@@ -60,13 +66,17 @@ template <class S> DEVICE gradient_grid gradient_grid_of(const weight_gradient_a
   m.q = m.across ? g.n : g.k;
   m.p_tiles = ceil_div(m.p, S::BM), m.q_tiles = ceil_div(m.q, S::BN);
   m.p_all = m.p_tiles * (m.across ? 1 : g.halves), m.q_all = m.q_tiles * (m.across ? g.halves : 1);
-  m.share_p = m.q_all % 2 == 0 || m.p_all % 2 != 0;
-  m.tall = m.share_p ? m.p_all : m.p_all / 2;
-  m.wide = m.share_p ? ceil_div(m.q_all, 2) : m.q_all;
-  const int32_t each = m.tall * m.wide, clusters = (int)gridDim.x / S::CLUSTER;
-  m.experts_on = clusters / each;
-  m.units_on = clusters % each;
-  m.turn = m.experts_on % each;
+  const bool gather_a = g.a.form == OF_TOKEN, gather_b = g.b.form == OF_TOKEN;
+  m.gather_p = m.across ? gather_b : gather_a;
+  m.gather_q = m.across ? gather_a : gather_b;
+  m.along_q = m.gather_q || (!m.gather_p && (m.q_all % 2 == 0 || m.p_all % 2 != 0));
+  m.tall = m.along_q ? m.p_all : m.p_all / 2;
+  m.wide = m.along_q ? m.q_all / 2 : m.q_all;
+  const int32_t odd = m.along_q ? m.q_all % 2 * ceil_div(m.p_all, 2) : m.p_all % 2 * ceil_div(m.q_all, 2);
+  m.each = m.tall * m.wide + odd;
+  const int32_t clusters = (int)gridDim.x / S::CLUSTER;
+  m.experts_on = clusters / m.each;
+  m.units_on = clusters % m.each;
   return m;
 }
 
@@ -84,7 +94,7 @@ template <class S> DEVICE row_steps steps_of_expert(const row_map &map, int expe
   return {(int32_t)first, (int32_t)ceil_div(kept, (int64_t)(S::BK / 2))};
 }
 
-/* The tile of one CTA: number p and q among those of all halves. q == q_all: an odd one out, there is none. */
+/* The tile of one CTA: number p and q among those of all halves. Past the last one: an odd one out, there is none. */
 struct gradient_tile {
   int32_t expert, p, q;
 };
@@ -105,33 +115,40 @@ template <class S> struct gradient_smem {
  * another one than those of the expert before: else a cluster might get the same unit of all, one with less to do. */
 struct gradient_cursor {
   int32_t expert, unit; /* unit: among the expert's */
-  int32_t shift;        /* expert, less whole turns */
 
   template <class S> DEVICE static gradient_cursor first(const gradient_grid &m)
   {
-    const int32_t index = (int)blockIdx.x / S::CLUSTER, each = m.tall * m.wide;
-    return {index / each, index % each, index / each % each};
+    const int32_t index = (int)blockIdx.x / S::CLUSTER;
+    return {index / m.each, index % m.each};
   }
 
   DEVICE void advance(const gradient_grid &m)
   {
-    const int32_t each = m.tall * m.wide;
     expert += m.experts_on;
     unit += m.units_on;
-    shift += m.turn;
-    if (unit >= each) unit -= each, expert++, shift++;
-    if (shift >= each) shift -= each;
+    if (unit >= m.each) unit -= m.each, expert++;
   }
+
+  /* The unit's number, of which those of the odd column or row are the last. */
+  DEVICE int32_t number(const gradient_grid &m) const
+  {
+    const int32_t own = unit + (int32_t)((uint32_t)expert % (uint32_t)m.each);
+    return own < m.each ? own : own - m.each;
+  }
+
+  /* Whether the two tiles are neighbours along q. */
+  DEVICE bool along_q(const gradient_grid &m) const { return m.along_q == (number(m) < m.tall * m.wide); }
 
   /* p advances first, inside bands: what 66 clusters read at a time stays in L2. */
   DEVICE gradient_tile tile(const gradient_grid &m) const
   {
     constexpr uint32_t BAND = 8;
-    const int32_t each = m.tall * m.wide, own = unit + shift - (unit + shift >= each ? each : 0);
+    const int32_t own = number(m), odd = own - m.tall * m.wide, rank = (int32_t)cluster_ctarank();
+    if (odd >= 0) return {expert, m.along_q ? 2 * odd + rank : m.p_all - 1, m.along_q ? m.q_all - 1 : 2 * odd + rank};
     const uint32_t band = (uint32_t)own / (BAND * m.wide) * BAND, height = min(m.tall - band, BAND);
     const uint32_t in_band = own - band * m.wide, j = height == BAND ? in_band / BAND : in_band / height;
-    const int32_t i = (int32_t)(band + in_band - j * height), rank = (int32_t)cluster_ctarank();
-    return {expert, m.share_p ? i : 2 * i + rank, m.share_p ? 2 * (int32_t)j + rank : (int32_t)j};
+    const int32_t i = (int32_t)(band + in_band - j * height);
+    return {expert, m.along_q ? i : 2 * i + rank, m.along_q ? 2 * (int32_t)j + rank : (int32_t)j};
   }
 };
 
@@ -174,15 +191,28 @@ DEVICE void copy_operand(typename S::X *to, const void *map, int32_t column, int
 template <class S> DEVICE int32_t boxes_of_q(const gradient_grid &m, const gradient_tile &tile)
 {
   const place_in_half q(tile.q, m.q_tiles, S::BN);
-  return min(ceil_div(m.q - q.first, (int)S::BLOCK), (int)S::Q_BOXES);
+  return tile.q < m.q_all ? min(ceil_div(m.q - q.first, (int)S::BLOCK), (int)S::Q_BOXES) : 0;
 }
 
-/* Of a d h that may still run: until x's copy is made. */
+/* First columns of a tile in its operands. */
+template <class S>
+DEVICE int32_t first_p(const weight_gradient_args &g, const gradient_grid &m, const gradient_tile &tile)
+{
+  return column_of_tile(g, !m.across, tile.p, m.p_tiles, S::BM);
+}
+template <class S>
+DEVICE int32_t first_q(const weight_gradient_args &g, const gradient_grid &m, const gradient_tile &tile)
+{
+  return column_of_tile(g, m.across, tile.q, m.q_tiles, S::BN);
+}
+
+/* Of a d h that may still run: until x's copy is made, if there is one, and what fills up rows is cleared. */
 DEVICE void wait_for_copy(const weight_gradient_args &g)
 {
   const row_map &map = g.map;
-  const int64_t end = min((int64_t)max(load_relaxed(map.offsets + map.experts), 0), map.rows_cap);
-  const uint32_t units = (uint32_t)(token_total(map.tokens) + ceil_div(end, (int64_t)ROW_STEP));
+  const int64_t end = min((int64_t)max(load_relaxed(map.offsets + map.experts), 0), map.rows_cap),
+                tokens = g.row_token ? 0 : token_total(map.tokens);
+  const uint32_t units = (uint32_t)(tokens + ceil_div(end, (int64_t)ROW_STEP));
   while ((uint32_t)load_acquire(g.d_h + D_H_COPIED) != units) {
   }
 }
@@ -195,8 +225,30 @@ DEVICE void wait_for_expert(const weight_gradient_args &g, int expert)
   }
 }
 
+/* A unit's stages, but for what is gathered. */
+template <class S, bool SHARE_P>
+DEVICE void copy_unit(const weight_gradient_sm90_args &args, gradient_smem<S> &smem, const gradient_tile &tile,
+                      const row_steps &rows, pipeline_state<S::STAGES> &at)
+{
+  const gradient_grid &m = smem.grid;
+  const int32_t p = first_p<S>(args.g, m, tile), q = first_q<S>(args.g, m, tile);
+  const int p_boxes = m.gather_p ? 0 : (int)S::P_BOXES, q_boxes = m.gather_q ? 0 : boxes_of_q<S>(m, tile);
+#pragma unroll 1
+  for (int32_t step = 0; step < rows.steps(); step++, at.advance()) {
+    wait_for(&smem.empty[at.stage], at.phase ^ 1);
+    if (elect_one()) {
+      uint64_t *full = &smem.full[at.stage];
+      const int32_t row = rows.first + step * S::BK;
+      mbarrier_arrive_expect_tx(full, (p_boxes + q_boxes) * S::BOX * (int)sizeof(typename S::X));
+      copy_operand<S, S::P_BOXES, SHARE_P>(smem.p[at.stage], args.p, p, row, full, p_boxes);
+      copy_operand<S, S::Q_BOXES, !SHARE_P>(smem.q[at.stage], args.q, q, row, full, q_boxes);
+    }
+    __syncwarp();
+  }
+}
+
 /* Units from the cursor's on; WAITS: until the grids ahead have ended. */
-template <class S, bool SHARE_P, bool WAITS>
+template <class S, bool WAITS>
 DEVICE void produce_units(const weight_gradient_sm90_args &args, gradient_smem<S> &smem, gradient_cursor &cursor,
                           pipeline_state<S::STAGES> &at)
 {
@@ -206,39 +258,101 @@ DEVICE void produce_units(const weight_gradient_sm90_args &args, gradient_smem<S
     if (WAITS && mbarrier_test_wait(&smem.alone, 0)) break;
     const gradient_tile tile = cursor.tile(m);
     const row_steps rows = smem.rows[cursor.expert];
-    const int32_t steps = rows.steps(), boxes = boxes_of_q<S>(m, tile);
-    const int32_t p = column_of_tile(args.g, !m.across, tile.p, m.p_tiles, S::BM),
-                  q = column_of_tile(args.g, m.across, tile.q, m.q_tiles, S::BN);
-    if (WAITS && steps) {
+    if (WAITS && rows.halves) {
       wait_for_expert(args.g, cursor.expert);
       fence_proxy_async_global();
     }
-#pragma unroll 1
-    for (int32_t step = 0; step < steps; step++, at.advance()) {
-      wait_for(&smem.empty[at.stage], at.phase ^ 1);
-      if (elect_one()) {
-        uint64_t *full = &smem.full[at.stage];
-        const int32_t row = rows.first + step * S::BK;
-        mbarrier_arrive_expect_tx(full, (S::P_BOXES + boxes) * S::BOX * (int)sizeof(typename S::X));
-        copy_operand<S, S::P_BOXES, SHARE_P>(smem.p[at.stage], args.p, p, row, full, S::P_BOXES);
-        copy_operand<S, S::Q_BOXES, !SHARE_P>(smem.q[at.stage], args.q, q, row, full, boxes);
-      }
-      __syncwarp();
-    }
+    if (cursor.along_q(m))
+      copy_unit<S, true>(args, smem, tile, rows, at);
+    else
+      copy_unit<S, false>(args, smem, tile, rows, at);
   }
 }
 
-template <class S, bool SHARE_P>
-DEVICE void produce_gradient(const weight_gradient_sm90_args &args, gradient_smem<S> &smem)
+template <class S> DEVICE void produce_gradient(const weight_gradient_sm90_args &args, gradient_smem<S> &smem)
 {
   auto cursor = gradient_cursor::first<S>(smem.grid);
   pipeline_state<S::STAGES> at;
   if (args.g.d_h) {
     wait_for_copy(args.g);
-    produce_units<S, SHARE_P, true>(args, smem, cursor, at);
+    produce_units<S, true>(args, smem, cursor, at);
     fence_proxy_async_global();
   }
-  produce_units<S, SHARE_P, false>(args, smem, cursor, at);
+  produce_units<S, false>(args, smem, cursor, at);
+}
+
+/* ---- who gathers ---- */
+
+/* Four rows that follow each other, of 16 (BLOCK rows: a warp's own of a stage), by eight lanes: each brings the same 16
+ * bytes of a row's boxes. */
+template <class S, int BOXES> struct gather_lane {
+  static constexpr int EACH = 4, ROWS = EACH * WARP_SIZE / 8;
+  static_assert(S::GATHERED_ROWS % ROWS == 0, "whole turns");
+
+  DEVICE static int first() { return lane_id() / 8 * EACH; }
+  DEVICE static int vector() { return lane_id() % 8; }
+
+  /* Their tokens; negative: zeros. */
+  DEVICE static uint4 tokens(const weight_gradient_args &g, int64_t row)
+  {
+    return ld_global_no_allocate(reinterpret_cast<const uint4 *>(g.row_token + row), row < g.map.rows_cap);
+  }
+
+  /* To a stage, from its row `first()` on. WHOLE: all boxes have columns; else `left` are there from this lane's first
+   * one on. */
+  template <bool WHOLE>
+  DEVICE static void copy(uint32_t stage, const typename S::X *from, int32_t ld, const uint4 &tokens, int32_t left)
+  {
+    const uint32_t to = stage + (vector() ^ first() % 8) * 16;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+      const int32_t token = (int32_t)(&tokens.x)[i], bytes = token < 0 ? 0 : 16;
+      const typename S::X *row = from + (int64_t)max(token, 0) * ld;
+#pragma unroll
+      for (int box = 0; box < BOXES; box++)
+        if (WHOLE || box * S::BLOCK < left)
+          cp_async_cg_16((to ^ i * 16) + i * 128 + box * (S::BOX * 2), row + box * S::BLOCK, bytes);
+    }
+  }
+};
+
+/* The operand's part in all units, by two warps. It is there before d h is, and so are the rows' tokens. */
+template <class S, bool OF_P> DEVICE void gather_operand(const weight_gradient_sm90_args &args, gradient_smem<S> &smem)
+{
+  using lane = gather_lane<S, OF_P ? S::P_BOXES : S::Q_BOXES>;
+  constexpr int TURNS = S::GATHERED_ROWS / lane::ROWS;
+  const gradient_grid &m = smem.grid;
+  const weight_gradient_args &g = args.g;
+  const bool outputs = OF_P != m.across;
+  const row_matrix &from = outputs ? g.a : g.b;
+  const int first = warp_id() % 2 * S::GATHERED_ROWS + lane::first();
+  pipeline_state<S::STAGES> at;
+#pragma unroll 1
+  for (auto cursor = gradient_cursor::first<S>(m); cursor.expert < g.map.experts; cursor.advance(m)) {
+    const gradient_tile tile = cursor.tile(m);
+    const int32_t begin = OF_P ? first_p<S>(g, m, tile) : first_q<S>(g, m, tile), end = outputs ? g.n : g.k,
+                  column = begin + lane::vector() * 8;
+    const bool whole = end - begin >= (OF_P ? S::BM : S::BN);
+    const typename S::X *base = static_cast<const typename S::X *>(from.base) + min(column, end - 8);
+    int32_t row = smem.rows[cursor.expert].first + first, turns = smem.rows[cursor.expert].steps() * TURNS;
+    uint4 next = lane::tokens(g, row);
+#pragma unroll 1
+    for (int turn = 0; turn < turns; turn++) {
+      const uint4 tokens = next;
+      const int in_stage = turn % TURNS * lane::ROWS;
+      row += turn % TURNS == TURNS - 1 ? S::BK - in_stage : (int)lane::ROWS;
+      next = lane::tokens(g, row); /* asked for before they are wanted */
+      if (in_stage == 0) wait_for(&smem.empty[at.stage], at.phase ^ 1);
+      const uint32_t stage = shared_address(OF_P ? smem.p[at.stage] : smem.q[at.stage]) + (first + in_stage) * 128;
+      if (whole)
+        lane::template copy<true>(stage, base, (int32_t)from.ld, tokens, 0);
+      else
+        lane::template copy<false>(stage, base, (int32_t)from.ld, tokens, end - column);
+      if (turn % TURNS < TURNS - 1) continue;
+      cp_async_mbarrier_arrive_noinc(&smem.full[at.stage]);
+      at.advance();
+    }
+  }
 }
 
 /* ---- consumers ---- */
@@ -251,11 +365,12 @@ template <class S> DEVICE void release_gradient_stage(gradient_smem<S> &smem, in
 /* Adds a stage's first SIXTEENS * 16 rows to a tile's first N columns of q; `before` is the stage before, or -1, which
  * is released when these products are under way and its own have ended. */
 template <class S, int N, int SIXTEENS>
-DEVICE void sum_stage(gradient_smem<S> &smem, pipeline_state<S::STAGES> &at, int group, int &before,
-                      float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+DEVICE void sum_stage(const weight_gradient_args &g, gradient_smem<S> &smem, pipeline_state<S::STAGES> &at, int group,
+                      int &before, float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
   constexpr int K16 = 16 * 128 >> 4, NEXT = S::BOX * 2 >> 4;
   wait_for(&smem.full[at.stage], at.phase);
+  if (g.row_token) fence_proxy_async_shared(); /* by cp.async */
   const uint64_t a = wgmma_operand(smem.p[at.stage] + group * S::BLOCKS * S::BOX);
   const uint64_t b = wgmma_operand_n_major(smem.q[at.stage], S::BOX * 2);
   wgmma_fence();
@@ -273,13 +388,13 @@ DEVICE void sum_stage(gradient_smem<S> &smem, pipeline_state<S::STAGES> &at, int
 
 /* acc = the sum over the expert's rows. The last stage may have half of its rows, or less. */
 template <class S, int N>
-DEVICE void sum_rows(gradient_smem<S> &smem, pipeline_state<S::STAGES> &at, int group, int halves,
-                     float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+DEVICE void sum_rows(const weight_gradient_args &g, gradient_smem<S> &smem, pipeline_state<S::STAGES> &at, int group,
+                     int halves, float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
   int before = -1;
 #pragma unroll 1
-  for (; halves > 1; halves -= 2) sum_stage<S, N, S::BK / 16>(smem, at, group, before, acc);
-  if (halves) sum_stage<S, N, S::BK / 32>(smem, at, group, before, acc);
+  for (; halves > 1; halves -= 2) sum_stage<S, N, S::BK / 16>(g, smem, at, group, before, acc);
+  if (halves) sum_stage<S, N, S::BK / 32>(g, smem, at, group, before, acc);
   wgmma_wait_group<0>();
 #pragma unroll
   for (int i = 0; i < S::BLOCKS; i++) hold(acc[i]);
@@ -426,7 +541,7 @@ template <class S> DEVICE void consume_gradient(const weight_gradient_sm90_args 
     const gradient_tile tile = cursor.tile(m);
     const row_steps rows = smem.rows[cursor.expert];
     const gradient_place place = gradient_place::of<S>(args, m, tile, group);
-    if (place.row >= m.p || tile.q >= m.q_all) {
+    if (tile.p >= m.p_all || place.row >= m.p || tile.q >= m.q_all) {
       skip_rows<S>(smem, at, rows.steps());
       continue;
     }
@@ -436,9 +551,9 @@ template <class S> DEVICE void consume_gradient(const weight_gradient_sm90_args 
     __syncwarp();
     float acc[S::BLOCKS][S::ACCUMULATORS] = {}; /* anew: kept from tile to tile, ptxas would move them amid wgmmas */
     if (m.q - place.column <= S::NARROW)
-      sum_rows<S, S::NARROW>(smem, at, group, rows.halves, acc);
+      sum_rows<S, S::NARROW>(args.g, smem, at, group, rows.halves, acc);
     else
-      sum_rows<S, S::BN>(smem, at, group, rows.halves, acc);
+      sum_rows<S, S::BN>(args.g, smem, at, group, rows.halves, acc);
     finish_gradient<S>(args, smem, group, slot, acc);
     __syncwarp(); /* the tile is read before the next one is written */
   }
@@ -456,7 +571,7 @@ template <class S> DEVICE void gradient_gemm(const weight_gradient_sm90_args &ar
     for (int s = 0; s < S::SLOTS; s++)
       for (int group = 0; group < S::CONSUMERS; group++) mbarrier_init(&smem.there[group][s], 1);
     for (int s = 0; s < S::STAGES; s++) {
-      mbarrier_init(&smem.full[s], 1);
+      mbarrier_init(&smem.full[s], args.g.row_token ? 1 + S::GATHERERS : 1);
       mbarrier_init(&smem.empty[s], S::CLUSTER * S::CONSUMERS * S::GROUP / WARP_SIZE);
     }
     fence_mbarrier_init();
@@ -468,13 +583,14 @@ template <class S> DEVICE void gradient_gemm(const weight_gradient_sm90_args &ar
   if (threadIdx.x < S::GROUP) {
     setmaxnreg_dec<S::PRODUCER_REGISTERS>();
     if (warp_id() == 0) {
-      if (smem.grid.share_p)
-        produce_gradient<S, true>(args, smem);
-      else
-        produce_gradient<S, false>(args, smem);
+      produce_gradient<S>(args, smem);
     } else if (warp_id() == 1) {
       wait_for_earlier_grids(); /* if not yet: whoever waits for this grid, or starts beside it, counts on that */
       if (elect_one()) mbarrier_arrive(&smem.alone);
+    } else if (smem.grid.gather_p) {
+      gather_operand<S, true>(args, smem);
+    } else if (smem.grid.gather_q) {
+      gather_operand<S, false>(args, smem);
     }
   } else {
     setmaxnreg_inc<S::CONSUMER_REGISTERS>();

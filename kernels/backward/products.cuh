@@ -181,9 +181,17 @@ struct gradient_row {
   float of_a, of_b;
 };
 
+/* Of padded rows. */
+DEVICE int64_t start_of_padded(const weight_gradient_args &g, const row_matrix &m, int64_t row)
+{
+  if (m.form == OF_ROW) return row * m.ld;
+  const int32_t token = g.row_token[row];
+  return token < 0 ? -1 : token * m.ld;
+}
+
 DEVICE gradient_row gradient_row_of(const weight_gradient_args &g, int64_t row, bool there)
 {
-  if (there && g.padded) return {row * g.a.ld, row * g.b.ld, 1.f, 1.f};
+  if (there && g.padded) return {start_of_padded(g, g.a, row), start_of_padded(g, g.b, row), 1.f, 1.f};
   const int64_t pair = there ? pair_kept(g.map, row) : -1;
   if (pair < 0) return {-1, -1, 0, 0};
   const float weight = weight_of_pair(g.map, pair);

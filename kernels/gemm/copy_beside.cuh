@@ -72,9 +72,9 @@ DEVICE void clear_block_beside(const copy_beside_args &c, int64_t block, int32_t
 DEVICE void copy_beside(const copy_beside_args &c)
 {
   constexpr int TICKET = 4;
-  if (!c.to) return;
+  if (!c.tickets) return;
   const int32_t end = (int32_t)min(max((int64_t)load_relaxed(c.end), (int64_t)0), c.rows_cap);
-  const int64_t tokens = token_total(c.tokens), units = tokens + ceil_div((int64_t)end, (int64_t)c.row_step);
+  const int64_t tokens = c.from ? token_total(c.tokens) : 0, units = tokens + ceil_div((int64_t)end, (int64_t)c.row_step);
   int32_t made = 0;
 #pragma unroll 1
   for (;;) {
