@@ -70,6 +70,12 @@ static float *row_weight_of(const backward *b)
   return on_cpu(b->p.context) ? NULL : (float *)region(b->scratch, b->at.routed.along);
 }
 
+/* Tokens of padded rows, for kernels that bring rows of tokens by themselves. */
+static int32_t *row_token_of(const backward *b)
+{
+  return on_cpu(b->p.context) ? NULL : (int32_t *)region(b->scratch, b->at.row_token);
+}
+
 static cumoe_status pad(const backward *b, const row_map *map)
 {
   const route_pointers padded = route_in(b->scratch, &b->at.padded);
@@ -79,6 +85,7 @@ static cumoe_status pad(const backward *b, const row_map *map)
                 .row_pair = padded.row_pair,
                 .slot_row = padded.slot_row,
                 .row_weight = row_weight_of(b),
+                .row_token = row_token_of(b),
                 .tickets = tickets_of(b, 0),
                 .rows_cap = b->at.routed.rows};
   a.map.pair_weights = map->pair_weights;

@@ -33,6 +33,7 @@ typedef struct scratch_layout {
   size_t count, token_loss, pair_scale;
   route_layout padded;                         /* of padded rows */
   size_t tickets;                              /* of the products of padded rows, on CUDA */
+  size_t row_token;                            /* of padded rows, on CUDA */
   size_t runs_counts, runs_offsets, runs_sums; /* of tokens, on CUDA */
   size_t parts;                                /* gate_backward_args, where parts_logits */
   size_t hist;                                 /* of the map, where nothing was kept */

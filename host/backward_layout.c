@@ -108,6 +108,7 @@ cumoe_status lay_out_scratch(const char *name, const struct plan *plan, int64_t 
   at->token_loss = carve(&c, tokens, 2, 8);
   at->pair_scale = carve(&c, pairs, 1, 8);
   at->padded = carve_route(&c, d, pairs, rows);
+  at->row_token = carve(&c, on_cpu(plan->context) ? 0 : rows, 1, 4);
   at->tickets = carve(&c, on_cpu(plan->context) ? 0 : TICKET_WORDS(d->local_experts), 1, 4);
   const bool parts = parts_logits(plan);
   const int32_t part_runs = parts ? part_runs_of(plan, tokens) : 0, whole_runs = runs_of(plan, tokens),

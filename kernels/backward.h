@@ -43,6 +43,7 @@ typedef struct pad_args {
   row_map map;
   int32_t *counts, *offsets, *row_pair, *slot_row;
   float *row_weight; /* NULL, or of each row: its pair's weight, 0 where there is none. CUDA only */
+  int32_t *row_token; /* NULL, or of each row: its token, -1 where there is none or its pair is dropped. CUDA only */
   int32_t *tickets;  /* NULL, or TICKET_WORDS(experts), which become 0 */
   int64_t rows_cap;
 } pad_args;

@@ -63,7 +63,9 @@ template <int THREADS> DEVICE void any_pad(const pad_args &p)
     const int64_t at = i - smem.begin[e];
     const int64_t pair = at < smem.count[e] ? pair_of_row(p.map, smem.from[e] + at) : -1;
     p.row_pair[i] = (int32_t)pair;
-    if (p.row_weight) p.row_weight[i] = pair < 0 ? 0.f : weight_of_pair(p.map, pair);
+    const float weight = pair < 0 ? 0.f : weight_of_pair(p.map, pair);
+    if (p.row_weight) p.row_weight[i] = weight;
+    if (p.row_token) p.row_token[i] = weight == 0 ? -1 : (int32_t)(pair / p.map.top_k);
   }
   if (i < token_total(p.map.tokens) * p.map.top_k) p.slot_row[i] = padded_row<THREADS>(p, smem, i);
 }
