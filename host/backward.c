@@ -106,12 +106,12 @@ static copy_rows_args copy_of(const backward *b, const expert_rows *e, const row
                           .weighs = weighs};
 }
 
-/* On CUDA what `c` makes, unless it is `made`; on the CPU the matrix itself. */
-static cumoe_status in_row_order(const backward *b, const copy_rows_args *c, bool made, row_matrix *m)
+/* On CUDA what `c` makes; on the CPU the matrix itself. */
+static cumoe_status in_row_order(const backward *b, const copy_rows_args *c, row_matrix *m)
 {
   if (on_cpu(b->p.context)) return CUMOE_OK;
   *m = rows_of(c->to, c->to_ld, c->dtype);
-  return made ? CUMOE_OK : dispatch(b->p.context, OP_copy_rows, c, b->p.stream);
+  return dispatch(b->p.context, OP_copy_rows, c, b->p.stream);
 }
 
 /* Whether gradients of weights begin beside the grids ahead. Of few rows an expert they are bound by writing the
@@ -123,47 +123,68 @@ static bool overlaps_gradients(const backward *b, const expert_rows *e)
   return e->d && e->padded && b->p.tokens.count * b->p.plan->desc.routing.top_k >= ROWS * (int64_t)e->map.experts;
 }
 
-/* d h = d out times down's weights; then the activation once more, and its gradient: h, d z, and <d h, h> of each row,
- * from which the pairs' gradients come. *copied: x was brought into the order of rows on the way; *activated: d h's
- * place has parts of <d h, h>. */
-static cumoe_status backward_activation(const backward *b, const expert_rows *e, const row_matrix *d_out, bool *copied,
-                                        bool *activated)
+/* Whether copies of operands are made between d h and gradients of weights, which then wait for these grids. */
+static bool copies_operands(const expert_rows *e)
 {
-  const bool cpu = on_cpu(b->p.context);
+  return e->d != NULL;
+}
+
+/* d h = d out times down's weights. */
+static rows_product_args d_h_of(const backward *b, const expert_rows *e, const row_matrix *d_out)
+{
+  return (rows_product_args){.map = e->map,
+                             .a = *d_out,
+                             .b = transposed(e->w->down),
+                             .c = region(b->scratch, e->at.d_h),
+                             .c_ld = e->w->inter,
+                             .c_dtype = on_cpu(b->p.context) ? DT_F32 : b->p.plan->desc.dtype,
+                             .halves = 1,
+                             .n = e->w->inter,
+                             .k = e->w->hidden,
+                             .scale = 1};
+}
+
+/* The activation once more, and its gradient: h, d z, and <d h, h> of each row, from which pairs' gradients come. */
+static activation_args activation_again(const backward *b, const expert_rows *e, const rows_product_args *d_h)
+{
   activation_args act = activation_of(&b->p, e->w, &e->map);
-  const rows_product_args d_h = {.map = e->map,
-                                 .a = *d_out,
-                                 .b = transposed(e->w->down),
-                                 .c = region(b->scratch, e->at.d_h),
-                                 .c_ld = e->w->inter,
-                                 .c_dtype = cpu ? DT_F32 : act.dtype,
-                                 .halves = 1,
-                                 .n = e->w->inter,
-                                 .k = e->w->hidden,
-                                 .scale = 1};
-  const copy_rows_args x = copy_of(b, e, &e->x, e->at.d_rows, e->weighs_x);
-  const drawn_work work = {.tickets = tickets_of(b, TICKETS_OF_D_H),
-                           .copy = e->d ? &x : NULL,
-                           .copied = copied,
-                           .act = &act,
-                           .z_offsets = b->p.route.offsets,
-                           .row_weight = row_weight_of(b),
-                           .z_rows = b->p.tokens.count * b->p.plan->desc.routing.top_k,
-                           .parts = d_h.c,
-                           .counts = overlaps_gradients(b, e),
-                           .activated = activated};
   act.z = e->z;
   act.z_row = e->z_row;
-  act.d_h = d_h.c;
-  act.d_h_dtype = d_h.c_dtype;
+  act.d_h = d_h->c;
+  act.d_h_dtype = d_h->c_dtype;
   act.h = region(b->scratch, e->at.h);
   act.d_z = region(b->scratch, e->at.d_z);
   act.along = region(b->scratch, e->at.along);
   act.weighs = e->weighs_h;
-  act.weighs_h = e->weighs_h && !cpu;
+  act.weighs_h = e->weighs_h && !on_cpu(b->p.context);
   act.scale = b->scale;
+  return act;
+}
+
+/* Both by one kernel, if it serves: *activated. Then d h's place has parts of <d h, h>. */
+static cumoe_status backward_activated(const backward *b, const expert_rows *e, bool counts, bool *activated)
+{
+  const rows_product_args d_h = d_h_of(b, e, &e->d_out);
+  const activation_args act = activation_again(b, e, &d_h);
+  const activated_work work = {.tickets = tickets_of(b, TICKETS_OF_D_H),
+                               .act = &act,
+                               .row_token = row_token_of(b),
+                               .z_offsets = b->p.route.offsets,
+                               .row_weight = row_weight_of(b),
+                               .z_rows = b->p.tokens.count * b->p.plan->desc.routing.top_k,
+                               .parts = d_h.c,
+                               .counts = counts};
+  return multiply_activated(b->p.context, &d_h, &work, b->p.stream, activated);
+}
+
+/* Or by two. */
+static cumoe_status backward_activation(const backward *b, const expert_rows *e, const row_matrix *d_out)
+{
+  const rows_product_args d_h = d_h_of(b, e, d_out);
+  const activation_args act = activation_again(b, e, &d_h);
+  const drawn_work work = {.tickets = tickets_of(b, TICKETS_OF_D_H)};
   TRY(multiply_rows(b->p.context, &d_h, e->padded ? &work : NULL, b->p.stream));
-  return *activated ? CUMOE_OK : dispatch(b->p.context, OP_activation, &act, b->p.stream);
+  return dispatch(b->p.context, OP_activation, &act, b->p.stream);
 }
 
 /* How the gradients of gate and up read d z: as one matrix of 2 I columns, where they are one matrix in the same order;
@@ -184,9 +205,8 @@ static void split_halves(weight_gradient_args *g, const struct weights *w, const
 }
 
 /* Gradients of down, of its biases, and of gate and up. On CUDA the rows of x and h carry the pair's weight already, so
- * the products there need none (weighs: on the CPU alone). copied: d h has x's copy made; counted: and counts. */
-static cumoe_status backward_weights(const backward *b, const expert_rows *e, const row_matrix *d_out, bool copied,
-                                     bool counted)
+ * the products there need none (weighs: on the CPU alone). counted: d h counts what is there. */
+static cumoe_status backward_weights(const backward *b, const expert_rows *e, const row_matrix *d_out, bool counted)
 {
   const int32_t halves = e->w->gated ? 2 : 1, dtype = b->p.plan->desc.dtype;
   const bool cpu = on_cpu(b->p.context);
@@ -223,7 +243,7 @@ static cumoe_status backward_weights(const backward *b, const expert_rows *e, co
   bias.padded = 0;
   down.d.bias[0] = NULL;
   split_halves(&up, e->w, e->d);
-  TRY(in_row_order(b, &copy, copied, &x));
+  TRY(in_row_order(b, &copy, &x));
   up.b = x;
   /* The first units of up's gradient may run beside the last ones of d h, which says when rows are there; those of
    * down's beside the last ones of up's, which it has no need of. */
@@ -287,12 +307,14 @@ static cumoe_status backward_rows(const backward *b, const expert_rows *e, bool 
 
 static cumoe_status backward_experts(const backward *b, const expert_rows *e)
 {
-  row_matrix d_out = e->d_out;
   const copy_rows_args copy = copy_of(b, e, &e->d_out, e->at.d_out, false);
-  bool copied = false, activated = false;
-  TRY(in_row_order(b, &copy, false, &d_out));
-  TRY(backward_activation(b, e, &d_out, &copied, &activated));
-  if (e->d) TRY(backward_weights(b, e, &d_out, copied, copied && activated && overlaps_gradients(b, e)));
+  const bool counts = overlaps_gradients(b, e) && !copies_operands(e);
+  row_matrix d_out = e->d_out;
+  bool activated = false;
+  if (e->padded) TRY(backward_activated(b, e, counts, &activated));
+  if (e->d || !activated) TRY(in_row_order(b, &copy, &d_out));
+  if (!activated) TRY(backward_activation(b, e, &d_out));
+  if (e->d) TRY(backward_weights(b, e, &d_out, activated && counts));
   return backward_rows(b, e, activated);
 }
 

@@ -42,9 +42,9 @@ enum { ROW_STEP = 64 };
 typedef struct pad_args {
   row_map map;
   int32_t *counts, *offsets, *row_pair, *slot_row;
-  float *row_weight; /* NULL, or of each row: its pair's weight, 0 where there is none. CUDA only */
+  float *row_weight;  /* NULL, or of each row: its pair's weight, 0 where there is none. CUDA only */
   int32_t *row_token; /* NULL, or of each row: its token, -1 where there is none or its pair is dropped. CUDA only */
-  int32_t *tickets;  /* NULL, or TICKET_WORDS(experts), which become 0 */
+  int32_t *tickets;   /* NULL, or TICKET_WORDS(experts), which become 0 */
   int64_t rows_cap;
 } pad_args;
 
@@ -85,9 +85,6 @@ typedef struct copy_rows_args {
 /* Rows that are the same but for where they go are read once. */
 #define COPIES_BY_TOKEN(c)                                                                                             \
   ((c)->map.slot_row && (c)->map.row_pair && (c)->a.form == OF_TOKEN && !(c)->weighs && (c)->a.dtype == (c)->dtype)
-
-/* A copy that another kernel may make (copy_beside_args). */
-#define COPIES_BESIDE(c) (COPIES_BY_TOKEN(c) && (c)->dtype != DT_F32)
 
 /* c[r, n] = scale * sum over h and k of a(r)[h * K + k] * b_h(e, n, k), rounded once. Unit: (expert, block of
  * CPU_N_BLOCK columns), n fastest. */
