@@ -453,7 +453,6 @@ DEVICE void produce_gathered(const gemm_sm90_args &args, wgmma_smem<S> &smem, co
     __syncwarp();
     rows.copy(args, smem, tile, at, k0);
   }
-  if constexpr (S::ACTIVATES) produce_kept<S>(activated_of<S>(args), smem, tile, at);
 }
 
 template <class S, bool PAIRED, bool GATHERING>
@@ -490,7 +489,7 @@ template <class S, bool GATHERING> DEVICE void produce_units(const gemm_sm90_arg
       if (S::PACKED && threadIdx.x == 0) post_unit(smem, unit.tile, slot);
       return;
     }
-    scheduler.draw(args.g, smem);
+    if (!S::ACTIVATES || unit.absent) scheduler.draw(args.g, smem);
     if (unit.absent) continue;
     if (GATHERING)
       rows.set_unit(args.g, unit.tile);
@@ -500,6 +499,10 @@ template <class S, bool GATHERING> DEVICE void produce_units(const gemm_sm90_arg
       produce_unit<S, true, GATHERING>(args, smem, unit.tile, slot, rows, at);
     else
       produce_unit<S, false, GATHERING>(args, smem, unit.tile, slot, rows, at);
+    if constexpr (S::ACTIVATES) {
+      scheduler.draw(args.g, smem); /* the later, the evener: consumers have stages to multiply meanwhile */
+      produce_kept<S>(activated_of<S>(args), smem, unit.tile, at);
+    }
     slot = (slot + 1) % UNITS_AHEAD;
   }
 }
