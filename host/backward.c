@@ -114,12 +114,6 @@ static cumoe_status in_row_order(const backward *b, const copy_rows_args *c, row
   return dispatch(b->p.context, OP_copy_rows, c, b->p.stream);
 }
 
-/* Gradients of weights bring rows of tokens by themselves, as they are. */
-static bool gathers_x(const backward *b, const expert_rows *e)
-{
-  return !on_cpu(b->p.context) && e->padded && !e->weighs_x;
-}
-
 /* Whether gradients of weights begin beside the grids ahead. Of few rows an expert they are bound by writing the
  * gradients, and clusters that did not begin together write what lies together at different times: of 64 rows
  * gpt-oss-120b's backward 5 % slower, of 128 qwen3-235b-a22b's 2 %. */
@@ -129,44 +123,68 @@ static bool overlaps_gradients(const backward *b, const expert_rows *e)
   return e->d && e->padded && b->p.tokens.count * b->p.plan->desc.routing.top_k >= ROWS * (int64_t)e->map.experts;
 }
 
-/* d h = d out times down's weights; then the activation once more, and its gradient: h, d z, and <d h, h> of each row,
- * from which the pairs' gradients come. *activated: d h's place has parts of <d h, h>. */
-static cumoe_status backward_activation(const backward *b, const expert_rows *e, const row_matrix *d_out,
-                                        bool *activated)
+/* Whether gradients of weights bring a matrix's rows by themselves. */
+static bool gathers(const backward *b, const expert_rows *e, const row_matrix *m, bool weighs)
 {
-  const bool cpu = on_cpu(b->p.context);
+  return !on_cpu(b->p.context) && e->padded && m->form == OF_TOKEN && !weighs;
+}
+
+/* d h = d out times down's weights. */
+static rows_product_args d_h_of(const backward *b, const expert_rows *e, const row_matrix *d_out)
+{
+  return (rows_product_args){.map = e->map,
+                             .a = *d_out,
+                             .b = transposed(e->w->down),
+                             .c = region(b->scratch, e->at.d_h),
+                             .c_ld = e->w->inter,
+                             .c_dtype = on_cpu(b->p.context) ? DT_F32 : b->p.plan->desc.dtype,
+                             .halves = 1,
+                             .n = e->w->inter,
+                             .k = e->w->hidden,
+                             .scale = 1};
+}
+
+/* The activation once more, and its gradient: h, d z, and <d h, h> of each row, from which pairs' gradients come. */
+static activation_args activation_again(const backward *b, const expert_rows *e, const rows_product_args *d_h)
+{
   activation_args act = activation_of(&b->p, e->w, &e->map);
-  const rows_product_args d_h = {.map = e->map,
-                                 .a = *d_out,
-                                 .b = transposed(e->w->down),
-                                 .c = region(b->scratch, e->at.d_h),
-                                 .c_ld = e->w->inter,
-                                 .c_dtype = cpu ? DT_F32 : act.dtype,
-                                 .halves = 1,
-                                 .n = e->w->inter,
-                                 .k = e->w->hidden,
-                                 .scale = 1};
-  const drawn_work work = {.tickets = tickets_of(b, TICKETS_OF_D_H),
-                           .act = &act,
-                           .z_offsets = b->p.route.offsets,
-                           .row_weight = row_weight_of(b),
-                           .z_rows = b->p.tokens.count * b->p.plan->desc.routing.top_k,
-                           .parts = d_h.c,
-                           .clears = e->d != NULL,
-                           .counts = overlaps_gradients(b, e),
-                           .activated = activated};
   act.z = e->z;
   act.z_row = e->z_row;
-  act.d_h = d_h.c;
-  act.d_h_dtype = d_h.c_dtype;
+  act.d_h = d_h->c;
+  act.d_h_dtype = d_h->c_dtype;
   act.h = region(b->scratch, e->at.h);
   act.d_z = region(b->scratch, e->at.d_z);
   act.along = region(b->scratch, e->at.along);
   act.weighs = e->weighs_h;
-  act.weighs_h = e->weighs_h && !cpu;
+  act.weighs_h = e->weighs_h && !on_cpu(b->p.context);
   act.scale = b->scale;
+  return act;
+}
+
+/* Both by one kernel, if it serves: *activated. Then d h's place has parts of <d h, h>. */
+static cumoe_status backward_activated(const backward *b, const expert_rows *e, bool counts, bool *activated)
+{
+  const rows_product_args d_h = d_h_of(b, e, &e->d_out);
+  const activation_args act = activation_again(b, e, &d_h);
+  const activated_work work = {.tickets = tickets_of(b, TICKETS_OF_D_H),
+                               .act = &act,
+                               .row_token = row_token_of(b),
+                               .z_offsets = b->p.route.offsets,
+                               .row_weight = row_weight_of(b),
+                               .z_rows = b->p.tokens.count * b->p.plan->desc.routing.top_k,
+                               .parts = d_h.c,
+                               .counts = counts};
+  return multiply_activated(b->p.context, &d_h, &work, b->p.stream, activated);
+}
+
+/* Or by two. */
+static cumoe_status backward_activation(const backward *b, const expert_rows *e, const row_matrix *d_out)
+{
+  const rows_product_args d_h = d_h_of(b, e, d_out);
+  const activation_args act = activation_again(b, e, &d_h);
+  const drawn_work work = {.tickets = tickets_of(b, TICKETS_OF_D_H)};
   TRY(multiply_rows(b->p.context, &d_h, e->padded ? &work : NULL, b->p.stream));
-  return *activated ? CUMOE_OK : dispatch(b->p.context, OP_activation, &act, b->p.stream);
+  return dispatch(b->p.context, OP_activation, &act, b->p.stream);
 }
 
 /* How the gradients of gate and up read d z: as one matrix of 2 I columns, where they are one matrix in the same order;
@@ -225,11 +243,10 @@ static cumoe_status backward_weights(const backward *b, const expert_rows *e, co
   bias.padded = 0;
   down.d.bias[0] = NULL;
   split_halves(&up, e->w, e->d);
-  if (gathers_x(b, e))
-    up.row_token = row_token_of(b);
-  else
-    TRY(in_row_order(b, &copy, &x));
+  if (!gathers(b, e, &e->x, e->weighs_x)) TRY(in_row_order(b, &copy, &x));
   up.b = x;
+  up.row_token = x.form == OF_TOKEN ? row_token_of(b) : NULL;
+  down.row_token = d_out->form == OF_TOKEN ? row_token_of(b) : NULL;
   /* The first units of up's gradient may run beside the last ones of d h, which says when rows are there; those of
    * down's beside the last ones of up's, which it has no need of. */
   if (counted) {
@@ -292,12 +309,15 @@ static cumoe_status backward_rows(const backward *b, const expert_rows *e, bool 
 
 static cumoe_status backward_experts(const backward *b, const expert_rows *e)
 {
-  row_matrix d_out = e->d_out;
   const copy_rows_args copy = copy_of(b, e, &e->d_out, e->at.d_out, false);
+  const bool gathers_d_out = gathers(b, e, &e->d_out, false),
+             counts = gathers_d_out && gathers(b, e, &e->x, e->weighs_x) && overlaps_gradients(b, e);
+  row_matrix d_out = e->d_out;
   bool activated = false;
-  TRY(in_row_order(b, &copy, &d_out));
-  TRY(backward_activation(b, e, &d_out, &activated));
-  if (e->d) TRY(backward_weights(b, e, &d_out, activated && gathers_x(b, e) && overlaps_gradients(b, e)));
+  if (e->padded) TRY(backward_activated(b, e, counts, &activated));
+  if (!activated || (e->d && !gathers_d_out)) TRY(in_row_order(b, &copy, &d_out));
+  if (!activated) TRY(backward_activation(b, e, &d_out));
+  if (e->d) TRY(backward_weights(b, e, &d_out, activated && counts));
   return backward_rows(b, e, activated);
 }
 

@@ -82,24 +82,31 @@ cumoe_status run_gate_backward(struct context *context, const gate_backward_args
 
 /* Gate and up as one matrix of 2 I channels, in the order that they have in memory: false if they are not one. */
 bool join_halves(const struct weights *w, expert_matrix *joined, int32_t *order);
-/* What down_drawn gets besides: its tickets. And of a product that is d h, NULL or what is to be made of it;
- * `activated`, whether it is, instead of d h. */
+/* What down_drawn gets besides. */
 typedef struct drawn_work {
   int32_t *tickets;
-  const activation_args *act; /* of kept z: its rows begin at z_offsets */
-  const int32_t *z_offsets;
-  const float *row_weight;
-  int64_t z_rows;
-  float *parts; /* pair_gradient_args */
-  bool beside;  /* the grid ahead does not touch what the product does */
-  bool clears;  /* what is made of d h has zeros in rows that are no pair's; activation sees to that anyhow */
-  bool counts;  /* and it is told how much is there (kernels/backward.h) */
-  bool *activated;
+  bool beside; /* the grid ahead does not touch what the product does */
 } drawn_work;
 
 /* Products of rows and transposed weights: the forward's kernels where they serve. work: NULL, or for down_drawn. */
 cumoe_status multiply_rows(struct context *context, const rows_product_args *a, const drawn_work *work,
                            cumoe_stream stream);
+
+/* What down_activated gets besides. */
+typedef struct activated_work {
+  int32_t *tickets;
+  const activation_args *act; /* of kept z: its rows begin at z_offsets */
+  const int32_t *row_token, *z_offsets;
+  const float *row_weight;
+  int64_t z_rows;
+  float *parts; /* pair_gradient_args */
+  bool counts;  /* it tells how much of h and d z is there (kernels/backward.h) */
+} activated_work;
+
+/* d h, of padded rows of tokens or pairs, and at once what the activation's gradient makes of it: d h's place gets
+ * parts of <d h, h>. *served: whether there is a kernel; else nothing is done. */
+cumoe_status multiply_activated(struct context *context, const rows_product_args *a, const activated_work *work,
+                                cumoe_stream stream, bool *served);
 /* Matrix and biases, whichever are there; d: `halves` of n channels each. */
 cumoe_status add_up_rows(struct context *context, const weight_gradient_args *a, cumoe_stream stream);
 

@@ -158,13 +158,13 @@ bool join_halves(const struct weights *w, expert_matrix *joined, int32_t *order)
   return true;
 }
 
-/* The product as the forward's `down`, if it is one: rows in their order, one type, one matrix. */
+/* The product as the forward's `down` of rows in their order, if it is one: one type, one matrix. */
 static bool as_down(const rows_product_args *a, gemm_args *g)
 {
   const expert_matrix *b = &a->b;
   const int64_t element = element_of(b);
   const bool same = a->a.dtype == a->c_dtype && dense_format(a->c_dtype) == (weight_format)b->format;
-  if (!same || a->a.form != OF_ROW || a->scale != 1 || a->halves != 1) return false;
+  if (!same || a->scale != 1 || a->halves != 1) return false;
   if (a->n * element % 16 || a->k * element % 16 || !in_vectors(a->a.base, a->a.ld, a->a.dtype)) return false;
   if (!in_vectors(a->c, a->c_ld, a->c_dtype) || !matrix_in_vectors(b, 1, a->map.experts, a->c_dtype)) return false;
   *g = (gemm_args){.a = a->a.base,
@@ -188,38 +188,38 @@ static bool as_down(const rows_product_args *a, gemm_args *g)
   return true;
 }
 
-/* Of h and d z, the rows that fill up to the next expert's: gradients of weights take whole blocks. */
-static copy_beside_args clearing(const activation_args *act, int32_t *tickets)
+cumoe_status multiply_rows(struct context *context, const rows_product_args *a, const drawn_work *work,
+                           cumoe_stream stream)
 {
-  const int32_t vectors = act->inter * (int32_t)cumoe_dtype_bytes((cumoe_dtype)act->dtype) / 16;
-  return (copy_beside_args){.row_pair = act->map.row_pair,
-                            .end = act->map.offsets + act->map.experts,
-                            .tickets = tickets + PROGRESS_COPY_TICKETS,
-                            .rows_cap = act->map.rows_cap,
-                            .tokens = act->map.tokens,
-                            .top_k = act->map.top_k,
-                            .row_step = ROW_STEP,
-                            .cleared = {act->h, act->d_z},
-                            .cleared_vectors = {vectors, 2 * vectors}};
+  mapped_args mapped = {0};
+  gemm_args *g = &mapped.gemm.g;
+  launch_step s;
+  const choice_hint hint = {.rows = a->map.tokens.count * a->map.top_k};
+  if (on_cpu(context) || a->a.form != OF_ROW || !as_down(a, g)) return dispatch(context, OP_rows_product, a, stream);
+  TRY(choose_step(context, OP_down, g, &hint, &s));
+  if (!work || variants[s.row].form != FORM_wgmma) return dispatch_by(context, OP_down, g, &hint, stream);
+  g->protocol.progress = work->tickets;
+  g->protocol.early_inputs = work->beside;
+  return dispatch_by(context, OP_down_drawn, &mapped.gemm, &hint, stream);
 }
 
 /* Parts of <d h, h> need room where d h would have been: 4 bytes for ALONG_PART channels, of whole 4 parts. */
 enum { LEAST_ACTIVATED = 64 };
 
-/* Whether down_activated makes what `activation` would: see there. */
-static bool activates(const drawn_work *work, const gemm_args *g)
+/* Whether down_activated makes what `activation` would: the weight of a row that has one multiplies both h and d z. */
+static bool activates(const activation_args *act)
 {
-  const activation_args *act = work->act;
-  return act && work->row_weight && act->gated && (act->act == ACT_SILU || act->act == ACT_SWIGLU_OAI) &&
-         act->order < GATE_UP_PAIRS && act->weighs == act->weighs_h && g->n >= LEAST_ACTIVATED;
+  const bool weighs = act->map.pair_weights != NULL;
+  return act->gated && (act->act == ACT_SILU || act->act == ACT_SWIGLU_OAI) && act->order < GATE_UP_PAIRS &&
+         act->weighs == weighs && act->weighs_h == weighs && act->inter >= LEAST_ACTIVATED;
 }
 
-/* From d h's arguments, with tickets. */
-static void activate(down_activated_args *d, const drawn_work *work)
+/* From d h's arguments. */
+static void activate(down_activated_args *d, const activated_work *work)
 {
   const activation_args *act = work->act;
-  gemm_sm90_args *gemm = &d->drawn.gemm;
-  const int64_t element = (int64_t)cumoe_dtype_bytes((cumoe_dtype)act->dtype), half = act->inter * element;
+  gemm_sm90_args *gemm = &d->gemm;
+  const int64_t half = act->inter * (int64_t)cumoe_dtype_bytes((cumoe_dtype)act->dtype);
   const int up_first = act->order == UP_FIRST;
   gemm->g.c = act->h;
   gemm->g.c_ld = act->inter;
@@ -232,30 +232,30 @@ static void activate(down_activated_args *d, const drawn_work *work)
   d->d_z[up_first] = act->d_z;
   d->d_z[!up_first] = (char *)act->d_z + half;
   gemm->z_ld = 2 * (int64_t)act->inter;
+  gemm->g.protocol.progress = work->tickets;
   gemm->g.protocol.by_expert = work->counts;
   d->z_offsets = work->z_offsets;
   d->row_weight = work->row_weight;
   d->along = work->parts;
   d->z_rows = work->z_rows;
   d->scale = act->scale;
-  if (work->clears) d->drawn.beside = clearing(act, work->tickets);
 }
 
-cumoe_status multiply_rows(struct context *context, const rows_product_args *a, const drawn_work *work,
-                           cumoe_stream stream)
+cumoe_status multiply_activated(struct context *context, const rows_product_args *a, const activated_work *work,
+                                cumoe_stream stream, bool *served)
 {
   mapped_args mapped = {0};
   gemm_args *g = &mapped.gemm.g;
   launch_step s;
   const choice_hint hint = {.rows = a->map.tokens.count * a->map.top_k};
-  if (on_cpu(context) || !as_down(a, g)) return dispatch(context, OP_rows_product, a, stream);
+  *served = false;
+  if (on_cpu(context) || a->a.form == OF_ROW || !activates(work->act) || !as_down(a, g)) return CUMOE_OK;
   TRY(choose_step(context, OP_down, g, &hint, &s));
-  if (!work || variants[s.row].form != FORM_wgmma) return dispatch_by(context, OP_down, g, &hint, stream);
-  g->protocol.progress = work->tickets;
-  g->protocol.early_inputs = work->beside;
-  if (!activates(work, g)) return dispatch_by(context, OP_down_drawn, &mapped.drawn, &hint, stream);
+  if (variants[s.row].form != FORM_wgmma) return CUMOE_OK;
+  g->row_pair = a->a.form == OF_TOKEN ? work->row_token : a->map.row_pair;
+  g->top_k = 1;
   activate(&mapped.activated, work);
-  *work->activated = true;
+  *served = true;
   return dispatch_by(context, OP_down_activated, &mapped.activated, &hint, stream);
 }
 

@@ -34,8 +34,7 @@ bool matrix_in_vectors(const expert_matrix *b, int32_t halves, int32_t experts, 
 typedef union mapped_args {
   router_sm90_args router;
   gemm_sm90_args gemm;
-  down_drawn_args drawn;         /* begins with gemm */
-  down_activated_args activated; /* begins with drawn */
+  down_activated_args activated; /* begins with gemm */
   weight_gradient_sm90_args gradient;
 } mapped_args;
 

@@ -165,7 +165,7 @@ bool tmap_encode(void (*encoder)(void), const variant *v, gemm_sm90_args *args)
 
 bool tmap_encode_activated(void (*encoder)(void), const variant *v, down_activated_args *args)
 {
-  const gemm_sm90_args *gemm = &args->drawn.gemm;
+  const gemm_sm90_args *gemm = &args->gemm;
   const char *gate = gemm->z[0], *up = gemm->z[1];
   const tensor z = {
       .base = gate < up ? gate : up,
@@ -174,7 +174,7 @@ bool tmap_encode_activated(void (*encoder)(void), const variant *v, down_activat
       .stride = {1, gemm->z_ld},
       .box = {KEPT_WIDE, KEPT_TOKENS},
   };
-  return encode(encoder, dense_format(gemm->g.dtype), &z, args->kept) && tmap_encode(encoder, v, &args->drawn.gemm);
+  return encode(encoder, dense_format(gemm->g.dtype), &z, args->kept) && tmap_encode(encoder, v, &args->gemm);
 }
 
 bool tmap_encode_few(void (*encoder)(void), few_sm90_args *args)

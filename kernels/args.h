@@ -356,24 +356,6 @@ typedef struct gemm_args {
 enum { CPU_N_BLOCK = 32 };
 
 /*
- * Rows that down_drawn copies while it multiplies, for a kernel behind it: row slot_row[pair] of `to` becomes the
- * token's of `from`, or zeros where the pair's weight is 0; so do rows without a pair, up to *end, also of `cleared`.
- * Strides in vectors of 16 bytes. to NULL: none.
- */
-typedef struct copy_beside_args {
-  const void *from;
-  void *to;
-  const int32_t *slot_row, *row_pair, *end;
-  const float *pair_weights;
-  int32_t *tickets; /* 0 before */
-  int64_t pair_weights_ld, from_ld, rows_cap;
-  token_count tokens;
-  int32_t vectors, top_k, row_step; /* of a row; rows that are filled up to a multiple of row_step */
-  void *cleared[2];                 /* NULL: none */
-  int32_t cleared_vectors[2];
-} copy_beside_args;
-
-/*
  * The wgmma form of up and down: the same, and the tensor maps that it reads through (host/tmap.c encodes them).
  *   weights: (k, 8 channels, half, channel / 8, expert); a box is WGMMA_BK x half the weight rows of a tile, for a
  *            gated up 8 of one half, 8 of the other, and so on; up_first: the half that lies first in memory is up
@@ -383,10 +365,12 @@ typedef struct copy_beside_args {
  * up_keep besides writes gate and up as the activation gets them, rounded, to z[0] and z[1]: [rows_cap, N], ld z_ld. Of
  * gated SILU and SWIGLU_OAI, without pair_weights; gate and up do not lie element by element.
  * down_drawn is down, whose clusters draw their units (PROGRESS_UNIT_TICKETS of protocol.progress, 0 before).
- * down_activated is down_drawn, whose sums, rounded, are d h, and which writes what `activation` makes of them: h to c
- * and d z to d_z (as z, [rows_cap, N] each, ld z_ld), both times row_weight, or zeros where that is 0. Row i of expert
- * e has its z at z_offsets[e] + i, below z_rows. along[r]: what to add up for scale <d h, h>, h as rounded, before the
- * weight. g.act (SILU, SWIGLU_OAI) and its bounds are gemm_args's; the matrix is not gated all the same.
+ * down_activated is down_drawn of rows that lie anywhere: row_pair[r] is a's row, -1 of one that is zeros. Its sums,
+ * rounded, are d h, and it writes what `activation` makes of them: h to c and d z to d_z (as z, [rows_cap, N] each, ld
+ * z_ld), both times row_weight, or zeros where that is 0; and zeros to the rows behind an expert's last, up to a
+ * multiple of ROW_STEP (kernels/backward.h). Row i of expert e has its z at z_offsets[e] + i, below z_rows. along[r]:
+ * what to add up for scale <d h, h>, h as rounded, before the weight. g.act (SILU, SWIGLU_OAI) and its bounds are
+ * gemm_args's; the matrix is not gated all the same.
  */
 typedef struct gemm_sm90_args {
   gemm_args g;
@@ -401,11 +385,6 @@ typedef struct gemm_sm90_args {
   int32_t c_mode, c_power_of_two;
 } gemm_sm90_args;
 
-typedef struct down_drawn_args {
-  gemm_sm90_args gemm;
-  copy_beside_args beside;
-} down_drawn_args;
-
 enum { ALONG_PART = 32 }; /* channels */
 #define ALONG_PARTS(n) (((n) + 4 * ALONG_PART - 1) / (4 * ALONG_PART) * 4)
 
@@ -413,7 +392,7 @@ enum { ALONG_PART = 32 }; /* channels */
 enum { KEPT_WIDE = 64, KEPT_TOKENS = 48 };
 
 typedef struct down_activated_args {
-  down_drawn_args drawn;
+  gemm_sm90_args gemm;
   void *d_z[2];
   const int32_t *z_offsets;
   const float *row_weight;

@@ -51,7 +51,7 @@ typedef struct pad_args {
 /* What the backward's two products by down_drawn draw, each from its own words (kernels/protocol.h), and what d h says
  * of itself, if its protocol is by_expert: how many units of x's copy are made, and of each expert how many octets of
  * channels of rows of h and d z are stored. CUDA only. */
-enum { TICKETS_OF_D_H = 0, TICKETS_OF_D_ROWS = PROGRESS_COPIED, D_H_COPIED = 2 * PROGRESS_COPIED, D_H_STORED };
+enum { TICKETS_OF_D_H = 0, TICKETS_OF_D_ROWS = PROGRESS_COPIED, D_H_STORED = 2 * PROGRESS_COPIED };
 #define TICKET_WORDS(experts) (D_H_STORED + (experts))
 
 /* Which of its rows a matrix has for row r: r, that of its token or that of its pair. */
@@ -85,9 +85,6 @@ typedef struct copy_rows_args {
 /* Rows that are the same but for where they go are read once. */
 #define COPIES_BY_TOKEN(c)                                                                                             \
   ((c)->map.slot_row && (c)->map.row_pair && (c)->a.form == OF_TOKEN && !(c)->weighs && (c)->a.dtype == (c)->dtype)
-
-/* A copy that another kernel may make (copy_beside_args). */
-#define COPIES_BESIDE(c) (COPIES_BY_TOKEN(c) && (c)->dtype != DT_F32)
 
 /* c[r, n] = scale * sum over h and k of a(r)[h * K + k] * b_h(e, n, k), rounded once. Unit: (expert, block of
  * CPU_N_BLOCK columns), n fastest. */

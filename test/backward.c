@@ -32,6 +32,7 @@ typedef struct grads {
 typedef struct wish {
   int32_t dtype;                             /* of gradients that may have one */
   bool kept, accumulate, pointers, own_form; /* own_form: gradients lie as the weights do */
+  bool without_weights;                      /* no gradients of the routed experts' weights */
   float balance, z;
   const tensor *d_out;
 } wish;
@@ -176,7 +177,8 @@ static void both_ways_open(both_ways *b, cumoe_context context, const layer_spec
   *b = (both_ways){0};
   session_open(&b->run, context, s, in);
   CHECK_OK(cumoe_moe_kept(b->run.plan, s->tokens, &kept));
-  weight_grads_open(&b->g.routed, context, w, d, in->routed.experts, d->inter, form_of_grads(s, w));
+  if (!w->without_weights)
+    weight_grads_open(&b->g.routed, context, w, d, in->routed.experts, d->inter, form_of_grads(s, w));
   if (d->shared_inter) weight_grads_open(&b->g.shared, context, w, d, 1, d->shared_inter, form_of_grads(s, w));
   CHECK_OK(cumoe_moe_backward_workspace(b->run.plan, s->tokens, w->kept, &bytes));
   b->to = (cumoe_moe_grads){.size = sizeof b->to,
@@ -1120,18 +1122,21 @@ static void test_keep_rows(cumoe_context context)
 }
 
 /* Experts of one row tile, of two, of three, and channel tiles of an odd and an even number, whose last ends inside;
- * the activation of d h alone, and by another kernel; one with bounds; up first. */
+ * the activation of d h alone, and by another kernel; one with bounds; up first. d out of tokens, and of pairs; weights
+ * of pairs that multiply h, or nothing, or x, where d h's kernel does not serve. */
 static layer_spec drawn_spec(const cumoe_variant_info *v, int i)
 {
   const int32_t major = !strcmp(v->major, "N") ? CUMOE_OUT_IN : CUMOE_IN_OUT; /* the product's are transposed */
   const bool activated = !strcmp(v->op, "down_activated");
-  layer_spec s = layer_spec_new(v->x, 200 + 250 * i, 264, i % 2 ? 264 : 136);
+  layer_spec s = layer_spec_new(v->x, 200 + 250 * (i % 3), 264, i % 2 ? 264 : 136);
   s.desc.act = !activated ? CUMOE_ACT_GELU_TANH : i % 2 ? CUMOE_ACT_SWIGLU_OAI : CUMOE_ACT_SILU;
   s.desc.act_limit = activated && i % 2 ? 1 : 0;
   s.input = INPUT_ROUTER;
   s.seed = (uint64_t)i + 1;
   s.desc.routing.top_k = 2;
   s.desc.num_experts = 3;
+  if (activated && i == 2) s.desc.flags |= CUMOE_MOE_UNREDUCED;
+  if (activated && i == 3) s.desc.routing.flags |= CUMOE_ROUTE_WEIGHT_ON_INPUT;
   s.form = (weights_form){.gate_order = activated && i ? CUMOE_UP_GATE_CONCAT : CUMOE_GATE_UP_CONCAT,
                           .up_major = major,
                           .down_major = major};
@@ -1146,19 +1151,19 @@ static bool draws(const cumoe_variant_info *v)
   return v->usable && (!strcmp(v->op, "down_drawn") || !strcmp(v->op, "down_activated"));
 }
 
-/* SMALL in the environment: as in test_near_cpu. */
 static void test_drawn_rows(cumoe_context context)
 {
   cumoe_context cpu = cpu_new();
   for (int32_t index = 0; index < cumoe_variant_count(); index++) {
     cumoe_variant_info v = {.size = sizeof v};
     CHECK_OK(cumoe_variant_get(context, index, &v));
-    for (int i = 0; i < (getenv("SMALL") ? 2 : 3) && draws(&v); i++) {
+    for (int i = 0; i < 4 && draws(&v); i++) {
       const layer_spec s = drawn_spec(&v, i);
       case_begin("%s: %d", v.name, i);
       const layer_inputs in = layer_inputs_new(&s);
       const tensor d_out = d_out_new(&s);
-      const wish kept = {.dtype = s.desc.dtype, .d_out = &d_out, .kept = true, .own_form = true};
+      const wish kept = {
+          .dtype = s.desc.dtype, .d_out = &d_out, .kept = true, .own_form = true, .without_weights = i == 3};
       check_beside_cpu(context, cpu, &s, &in, &kept, &kept);
       case_end();
     }

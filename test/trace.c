@@ -1230,7 +1230,7 @@ static void backward(world *w)
     CHECK(round == 0 || shim_calls(SHIM_ALL) == shim_calls(SHIM_NEUTRAL) + shim_calls(SHIM_LAUNCH));
     list_kernels(shim_trace(), kernels, sizeof kernels);
     CHECK_MSG(strcmp(kernels, "router gate map map up down combine "
-                              "pad copy down down gate gate gate cut weight add bias down gather ") == 0,
+                              "pad down down gate gate gate cut weight add bias down gather ") == 0,
               "the kernels are: %s", kernels);
   }
   const gemm_args *down = shim_last_args("cumoe_down_drawn");
@@ -1242,12 +1242,13 @@ static void backward(world *w)
   CHECK(down->counts == pad->counts && down->offsets == pad->offsets && down->rows_cap == rows && !down->b.bias[0]);
   CHECK(down->k == 2 * INTER && down->n == HIDDEN && down->a == act->d_z[0] && down->b.n_stride == 1);
   CHECK(!down->protocol.early_inputs); /* the grid ahead made d z: there are no gradients of weights in between */
-  CHECK(act->drawn.gemm.g.offsets == pad->offsets && act->z_offsets == pad->map.offsets && act->along);
+  CHECK(act->gemm.g.offsets == pad->offsets && act->z_offsets == pad->map.offsets && act->along);
   CHECK(act->row_weight == pad->row_weight && pad->row_weight && act->z_rows == pad->map.rows_cap);
   const gate_backward_args *gate = shim_last_args("cumoe_gate_backward");
   CHECK(gate->has_pairs && gate->pairs.parts == act->along && gate->pairs.d_weights == gate->d_weights);
   CHECK(gate->beside == (gate->balance == 0) && gate->pairs.map.slot_row == pad->slot_row);
-  CHECK(!act->drawn.gemm.g.protocol.by_expert && !runs->beside && !runs->d_h); /* there is nobody who would count */
+  CHECK(pad->row_token && act->gemm.g.row_pair == pad->row_token && act->gemm.g.a == gate->pairs.d_out.base);
+  CHECK(!act->gemm.g.protocol.by_expert && !runs->beside && !runs->d_h); /* there is nobody who would count */
   CHECK(runs->n == 2 * EXPERTS && runs->k == HIDDEN && runs->map.experts == 3 && runs->padded);
   CHECK(runs->d.expert_stride == 2 * EXPERTS * HIDDEN);
   keeping(w);

@@ -206,18 +206,7 @@ DEVICE int32_t first_q(const weight_gradient_args &g, const gradient_grid &m, co
   return column_of_tile(g, m.across, tile.q, m.q_tiles, S::BN);
 }
 
-/* Of a d h that may still run: until x's copy is made, if there is one, and what fills up rows is cleared. */
-DEVICE void wait_for_copy(const weight_gradient_args &g)
-{
-  const row_map &map = g.map;
-  const int64_t end = min((int64_t)max(load_relaxed(map.offsets + map.experts), 0), map.rows_cap),
-                tokens = g.row_token ? 0 : token_total(map.tokens);
-  const uint32_t units = (uint32_t)(tokens + ceil_div(end, (int64_t)ROW_STEP));
-  while ((uint32_t)load_acquire(g.d_h + D_H_COPIED) != units) {
-  }
-}
-
-/* And until an expert's rows of h and d z are there. d h goes from expert to expert, so most of them are long there. */
+/* Of a d h that may still run: until an expert's rows of h and d z are there. d h goes from expert to expert, so most of them are long there. */
 DEVICE void wait_for_expert(const weight_gradient_args &g, int expert)
 {
   const uint32_t octets = (uint32_t)max(load_relaxed(g.map.counts + expert), 0) * (uint32_t)g.d_h_octets;
@@ -274,7 +263,6 @@ template <class S> DEVICE void produce_gradient(const weight_gradient_sm90_args 
   auto cursor = gradient_cursor::first<S>(smem.grid);
   pipeline_state<S::STAGES> at;
   if (args.g.d_h) {
-    wait_for_copy(args.g);
     produce_units<S, true>(args, smem, cursor, at);
     fence_proxy_async_global();
   }

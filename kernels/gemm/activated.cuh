@@ -12,14 +12,14 @@
 
 template <class S> DEVICE const down_activated_args &activated_of(const gemm_sm90_args &args)
 {
-  static_assert(S::ACTIVATES && offsetof(down_activated_args, drawn.gemm) == 0, "args is the first of them");
+  static_assert(S::ACTIVATES && offsetof(down_activated_args, gemm) == 0, "args is its first member");
   return reinterpret_cast<const down_activated_args &>(args);
 }
 
 /* The row of z of a tile's first; negative: z does not have all of them. */
 DEVICE int64_t first_kept(const down_activated_args &args, const tile_unit &unit)
 {
-  const int64_t first = (int64_t)args.z_offsets[unit.expert] + (unit.row - args.drawn.gemm.g.offsets[unit.expert]);
+  const int64_t first = (int64_t)args.z_offsets[unit.expert] + (unit.row - args.gemm.g.offsets[unit.expert]);
   return first + unit.rows <= args.z_rows ? first : -1;
 }
 
@@ -85,14 +85,15 @@ template <class S> DEVICE int32_t kept_column(const gemm_sm90_args &args, int ha
   return args.z[half] > args.z[1 - half] ? (int32_t)(args.z_ld / 2) : 0;
 }
 
-/* A tile's stages of z, by a whole warp. Both CTAs of a cluster have as many, whatever they have of rows. Boxes may
- * reach into what is not the tile's, which nobody reads. */
+/* A tile's stages of z: all producers arrive at them as at those of rows, and one warp, which has the least to do with
+ * weights, copies. Both CTAs of a cluster have as many, whatever they have of rows. Boxes may reach into what is not
+ * the tile's, which nobody reads. */
 template <class S>
 DEVICE void produce_kept(const down_activated_args &args, pipeline_smem<S> &smem, const tile_unit &unit,
                          pipeline_state<S::STAGES> &at)
 {
   using kept = kept_stage<S>;
-  const gemm_sm90_args &gemm = args.drawn.gemm;
+  const gemm_sm90_args &gemm = args.gemm;
   const int64_t first = first_kept(args, unit);
   const int channel = unit.n * S::COLUMNS, channels = first < 0 ? 0 : gemm.g.n - channel;
   const int boxes = channels > 0 ? min(ceil_div(channels, (int)kept::WIDE), (int)kept::BOXES) : 0;
@@ -100,7 +101,7 @@ DEVICE void produce_kept(const down_activated_args &args, pipeline_smem<S> &smem
   for (int token0 = 0; token0 < kept::COUNT * kept::TOKENS; token0 += kept::TOKENS, at.advance()) {
     const int tokens = boxes ? min(max(unit.rows - token0, 0), (int)kept::TOKENS) : 0;
     wait_for(&smem.empty[at.stage], at.phase ^ 1);
-    if (elect_one()) {
+    if (warp_id() == S::GROUP / WARP_SIZE - 1 && elect_one()) {
       const uint32_t weights = round_up(tokens, 4) * (uint32_t)sizeof(float);
       uint64_t *full = &smem.full[at.stage];
       mbarrier_arrive_expect_tx(full, tokens ? 2 * boxes * kept::BOX + weights : 0);
@@ -113,6 +114,7 @@ DEVICE void produce_kept(const down_activated_args &args, pipeline_smem<S> &smem
       }
     }
     __syncwarp();
+    mbarrier_arrive(&smem.full[at.stage]);
   }
 }
 
@@ -136,7 +138,7 @@ template <class S> struct activated_store : warp_store<S, S::OCTETS> {
                          int32_t part)
       : base(staging), a(args)
   {
-    const gemm_args &g = args.drawn.gemm.g;
+    const gemm_args &g = args.gemm.g;
     const int channel = span.first + octet_channel<S>(g, octet()), in_tile = channel - unit.n * S::COLUMNS;
     const int64_t row = unit.row + token();
     left = unit.rows - token();
@@ -145,7 +147,7 @@ template <class S> struct activated_store : warp_store<S, S::OCTETS> {
     there = first_kept(args, unit) >= 0;
     inside = channel < span.end;
     h = static_cast<Y *>(g.c) + row * g.c_ld + channel;
-    d_z = static_cast<Y *>(args.d_z[0]) + row * args.drawn.gemm.z_ld + channel;
+    d_z = static_cast<Y *>(args.d_z[0]) + row * args.gemm.z_ld + channel;
     along = args.along + row * ALONG_PARTS(g.n) + part;
   }
 
@@ -167,7 +169,7 @@ template <class S> struct activated_store : warp_store<S, S::OCTETS> {
     const uint4 d_h = *this->staged_vector(token(), octet()), none = {0, 0, 0, 0};
     gate = kept_vector(smem, stage, 0, group);
     up = kept_vector(smem, stage, 1, group);
-    float sum = activate_vectors<Y, KIND>(a.drawn.gemm.g, d_h, w, a.scale, activated, gate, up);
+    float sum = activate_vectors<Y, KIND>(a.gemm.g, d_h, w, a.scale, activated, gate, up);
     if (w == 0) activated = gate = up = none; /* whatever z is */
     if (!inside) sum = 0;
 #pragma unroll
@@ -178,12 +180,26 @@ template <class S> struct activated_store : warp_store<S, S::OCTETS> {
       st_global_16(bytes(d_z) + (bytes(a.d_z[1]) - bytes(a.d_z[0])), up, false);
     }
     if (left > 0 && octet() == 0) *along = a.scale * sum;
-    h += base::TOKENS * a.drawn.gemm.g.c_ld;
-    d_z += base::TOKENS * a.drawn.gemm.z_ld;
-    along += base::TOKENS * ALONG_PARTS(a.drawn.gemm.g.n);
+    h += base::TOKENS * a.gemm.g.c_ld;
+    d_z += base::TOKENS * a.gemm.z_ld;
+    along += base::TOKENS * ALONG_PARTS(a.gemm.g.n);
     left -= base::TOKENS;
   }
 };
+
+/* A warp's channels of rows that fill up to whole steps, behind its tile's: zeros in h and in d z. */
+template <class S> DEVICE void clear_behind(const down_activated_args &args, const tile_unit &unit, channel_span span)
+{
+  const gemm_sm90_args &gemm = args.gemm;
+  const int channel = span.first + octet_channel<S>(gemm.g, lane_id() / 8);
+  for (int64_t row = unit.row + unit.rows + lane_id() % 8; row < unit.end && channel < span.end; row += 8) {
+    const uint4 none = {0, 0, 0, 0};
+    st_global_16(static_cast<typename S::Y *>(gemm.g.c) + row * gemm.g.c_ld + channel, none, false);
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+      st_global_16(static_cast<typename S::Y *>(args.d_z[half]) + row * gemm.z_ld + channel, none, false);
+  }
+}
 
 /* Sums are rounded first, so that they can move down in half as many registers: the program has one stage of z. */
 template <class S, finish_kind KIND>
@@ -215,6 +231,7 @@ DEVICE void store_activated_as(const down_activated_args &args, pipeline_smem<S>
 #pragma unroll
     for (int j = 0; j + GROUPS < STEPS; j++) packed[j] = packed[j + GROUPS];
   }
+  clear_behind<S>(args, unit, span);
 }
 
 /* Counts it as stored, by octets of channels; by one thread, after a barrier behind the stores. */
@@ -231,7 +248,7 @@ DEVICE void store_activated(const down_activated_args &args, pipeline_smem<S> &s
                             const tile_unit &unit, int group, channel_span consumer,
                             const float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
-  const gemm_args &g = args.drawn.gemm.g;
+  const gemm_args &g = args.gemm.g;
   const channel_span span = span_of_warp<S>(g, consumer);
   uint4 *staged = smem.staging.staged[group][warp_id() % 4];
   if (g.act == ACT_SILU && !limits_gated(g))

@@ -28,8 +28,8 @@ using operation_down = operation<SOURCE_in_order, 1, EPILOGUE_plain>;
 struct operation_down_drawn : operation_down {
   static constexpr bool DRAWS = true;
 };
-struct operation_down_activated : operation_down_drawn {
-  static constexpr bool ACTIVATES = true;
+struct operation_down_activated : operation<SOURCE_gathered, 1, EPILOGUE_plain> {
+  static constexpr bool DRAWS = true, ACTIVATES = true;
 };
 
 template <class X_, class W_, class Y_, scale_case SCALE_, class OPERATION_> struct product : OPERATION_ {

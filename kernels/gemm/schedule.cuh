@@ -98,7 +98,7 @@ struct tile_unit {
   int32_t expert;
   int32_t row, rows; /* first row; rows there, 1 .. BM */
   int32_t n;         /* channel tile */
-  int32_t end;       /* stream: see there */
+  int32_t end;       /* stream, wgmma: see there */
 };
 
 /* Row tiles advance first inside a band of BAND of them, then channels: the CTAs at work share both the weights of a

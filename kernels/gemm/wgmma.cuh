@@ -20,7 +20,6 @@
 
 #include "gemm/activated.cuh"
 #include "gemm/copy_ahead.cuh"
-#include "gemm/copy_beside.cuh"
 #include "gemm/handover.cuh"
 #include "gemm/keep.cuh"
 #include "gemm/token_store.cuh"
@@ -53,6 +52,7 @@ struct wgmma_shape : pipeline_shape<PRODUCT, BM, BN, BK, STAGES, WARPS> {
   /* Whether rows of A are anywhere, as the route says, or one after another. */
   DEVICE static bool gathers(const gemm_args &args)
   {
+    if (PRODUCT::DRAWS) return GATHERED;
     return GATHERED && args.row_pair && !args.packed && !args.protocol.x_copy;
   }
 };
@@ -65,7 +65,7 @@ template <class S> struct packed_stages<S, true> : woven_stages<S> {
 
 /* A unit of a cluster as one of its CTAs sees it. */
 struct cluster_unit {
-  tile_unit tile; /* expert -1: past the last unit */
+  tile_unit tile; /* expert -1: past the last unit; end: see padded_end */
   bool paired;    /* the CTAs have two row tiles of the same channels; else neighbouring channels of one row tile */
   bool absent;    /* neither has channels: an odd number of channel tiles, paired */
 };
@@ -91,6 +91,13 @@ constexpr uint32_t WEIGHT_BYTES = S::COLUMNS *S::WEIGHT_LINE * sizeof(typename S
 template <class S> DEVICE int wgmma_channels(const gemm_args &args)
 {
   return S::gated(args) ? S::COLUMNS / 2 : S::COLUMNS;
+}
+
+/* Of the tile that has an expert's last rows: where those end that fill them up (kernels/backward.h). Else 0. */
+template <class S> DEVICE int32_t padded_end(row_range rows, row_range own)
+{
+  const int32_t end = rows.begin + rows.count;
+  return S::ACTIVATES && own.begin + own.count == end ? round_up(end, (int)ROW_STEP) : 0;
 }
 
 /* Row tiles by twos, then one that is left over. Of the twos row tiles advance first, inside bands, then channels. Of
@@ -121,7 +128,8 @@ template <class S> DEVICE cluster_unit wgmma_unit(const gemm_args &args, const t
       own = rows_of_tile<S>(own, rank, 2);
       unit.paired = true;
     }
-  unit.tile = {expert, own.begin, own.count, in_band / height * wide + (unit.paired ? 0 : rank), 0};
+  unit.tile = {expert, own.begin, own.count, in_band / height * wide + (unit.paired ? 0 : rank),
+               padded_end<S>(rows, own)};
   unit.absent = unit.paired && unit.tile.n >= n_tiles;
   return unit;
 }
@@ -133,8 +141,10 @@ template <class S> DEVICE bool copies(const gemm_args &args)
 
 /* Units of a grid go to its clusters in turn. A down that does not wait for the end of up draws tickets instead, so
  * that a cluster that starts late has fewer; and one whose units differ much (DRAWS). Then the first CTA of a cluster
- * draws and sends the unit to the other; it is never more than STAGES units ahead, as both fill each other's stages. */
+ * draws and sends the unit to the other; it is never more than STAGES units ahead, as both fill each other's stages.
+ * Where all producers gather (ALL), its first warp draws, and sends it to both. */
 template <class S> struct unit_scheduler {
+  static constexpr bool ALL = S::DRAWS && S::GATHERED;
   int64_t index = blockIdx.x / S::CLUSTER;
   int32_t next = 0;
   pipeline_state<UNITS_AHEAD> slot;
@@ -148,13 +158,14 @@ template <class S> struct unit_scheduler {
   /* The unit after `index`, by a whole warp. An absent one is skipped. */
   DEVICE void draw(const gemm_args &args, wgmma_smem<S> &smem)
   {
-    if (!draws(args) || cluster_ctarank() != 0) return;
+    if (!draws(args) || cluster_ctarank() != 0 || (ALL && warp_id() != 0)) return;
     do {
       int32_t ticket = 0;
       if (lane_id() == 0) ticket = atomicAdd(args.protocol.progress + PROGRESS_UNIT_TICKETS, 1);
       next = (int)gridDim.x / S::CLUSTER + __shfl_sync(ALL_LANES, ticket, 0);
     } while (wgmma_unit<S>(args, smem.table, next).absent);
-    if (lane_id() == 0) st_async_cluster(&smem.drawn[slot.stage], 1, next, &smem.drawn_ready[slot.stage]);
+    for (int to = ALL ? 0 : 1; lane_id() == 0 && to < S::CLUSTER; to++)
+      st_async_cluster(&smem.drawn[slot.stage], to, next, &smem.drawn_ready[slot.stage]);
   }
 
   DEVICE void advance(const gemm_args &args, wgmma_smem<S> &smem)
@@ -163,8 +174,9 @@ template <class S> struct unit_scheduler {
       index += gridDim.x / S::CLUSTER;
       return;
     }
-    if (cluster_ctarank() != 0) {
-      if (lane_id() == 0) mbarrier_arrive_expect_tx(&smem.drawn_ready[slot.stage], sizeof smem.drawn[0]);
+    if (ALL || cluster_ctarank() != 0) {
+      if (lane_id() == 0 && (!ALL || warp_id() == 0))
+        mbarrier_arrive_expect_tx(&smem.drawn_ready[slot.stage], sizeof smem.drawn[0]);
       wait_for(&smem.drawn_ready[slot.stage], slot.phase);
       next = smem.drawn[slot.stage];
     }
@@ -236,7 +248,9 @@ template <class S> struct gather : row_sources<S> {
       int32_t token = -1;
       if (r < unit.rows) {
         const int32_t pair = __ldg(args.row_pair + unit.row + r);
-        if (pair < 0 || pair >= pairs)
+        if (S::ACTIVATES)
+          token = pair; /* all there is to know of it */
+        else if (pair < 0 || pair >= pairs)
           bad = pair;
         else
           token = (int32_t)((uint32_t)pair / (uint32_t)args.top_k);
@@ -418,7 +432,6 @@ DEVICE void produce_ordered(const gemm_sm90_args &args, wgmma_smem<S> &smem, con
     scales.next += scales.step;
     __syncwarp();
   }
-  if constexpr (S::ACTIVATES) produce_kept<S>(activated_of<S>(args), smem, tile, at);
 }
 
 /* The same where all producers gather rows, and each warp asks for a box of weights at most: rows of one that asks for
@@ -476,7 +489,7 @@ template <class S, bool GATHERING> DEVICE void produce_units(const gemm_sm90_arg
       if (S::PACKED && threadIdx.x == 0) post_unit(smem, unit.tile, slot);
       return;
     }
-    scheduler.draw(args.g, smem);
+    if (!S::ACTIVATES || unit.absent) scheduler.draw(args.g, smem);
     if (unit.absent) continue;
     if (GATHERING)
       rows.set_unit(args.g, unit.tile);
@@ -486,6 +499,10 @@ template <class S, bool GATHERING> DEVICE void produce_units(const gemm_sm90_arg
       produce_unit<S, true, GATHERING>(args, smem, unit.tile, slot, rows, at);
     else
       produce_unit<S, false, GATHERING>(args, smem, unit.tile, slot, rows, at);
+    if constexpr (S::ACTIVATES) {
+      scheduler.draw(args.g, smem); /* the later, the evener: consumers have stages to multiply meanwhile */
+      produce_kept<S>(activated_of<S>(args), smem, unit.tile, at);
+    }
     slot = (slot + 1) % UNITS_AHEAD;
   }
 }
@@ -535,13 +552,12 @@ template <class S> DEVICE void produce_found(const gemm_sm90_args &args, wgmma_s
 }
 
 /* Rows in order: a warp copies stages, the next ones do what that or consumers want besides, the rest copies rows. */
-template <class S> DEVICE void produce(const gemm_sm90_args &args, wgmma_smem<S> &smem, const copy_beside_args *beside)
+template <class S> DEVICE void produce(const gemm_sm90_args &args, wgmma_smem<S> &smem)
 {
   constexpr int BUSY = 1 + (S::PACKED ? S::HELPERS : 1);
   if (S::GATHERED && S::gathers(args.g)) return produce_units<S, S::GATHERED>(args, smem);
   if (warp_id() >= BUSY) {
     if (copies<S>(args.g)) return copy_rows<typename S::X>(args.g);
-    if constexpr (S::DRAWS) return copy_beside(*beside);
   } else if (warp_id() > 0) {
     if constexpr (S::WOVEN)
       weave<S>(args, smem);
@@ -679,8 +695,7 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
   if constexpr (S::TELLS_LATER) tell_stored<S>(args.g, smem, stored, own);
 }
 
-template <class S>
-DEVICE void wgmma_gemm(const gemm_sm90_args &args, wgmma_smem<S> &smem, const copy_beside_args *beside = nullptr)
+template <class S> DEVICE void wgmma_gemm(const gemm_sm90_args &args, wgmma_smem<S> &smem)
 {
   if (threadIdx.x == 0) {
     prefetch_tensormap(&args.weights);
@@ -705,7 +720,7 @@ DEVICE void wgmma_gemm(const gemm_sm90_args &args, wgmma_smem<S> &smem, const co
   barrier_cluster(); /* the other CTA's barriers are initialised */
   if (threadIdx.x < S::GROUP) {
     setmaxnreg_dec<S::PRODUCER_REGISTERS>();
-    produce<S>(args, smem, beside);
+    produce<S>(args, smem);
   } else {
     setmaxnreg_inc<S::CONSUMER_REGISTERS>();
     consume<S>(args, smem);
@@ -714,14 +729,9 @@ DEVICE void wgmma_gemm(const gemm_sm90_args &args, wgmma_smem<S> &smem, const co
   barrier_cluster(); /* nobody writes to a CTA that has left */
 }
 
-template <class S> DEVICE void wgmma_gemm(const down_drawn_args &args, wgmma_smem<S> &smem)
-{
-  wgmma_gemm<S>(args.gemm, smem, &args.beside);
-}
-
 template <class S> DEVICE void wgmma_gemm(const down_activated_args &args, wgmma_smem<S> &smem)
 {
-  wgmma_gemm<S>(args.drawn.gemm, smem, &args.drawn.beside);
+  wgmma_gemm<S>(args.gemm, smem);
 }
 
 #endif

@@ -30,9 +30,6 @@ template <> struct with_maps<gemm_args> {
 template <> struct with_maps<gemm_sm90_args> {
   using type = gemm_sm90_args;
 };
-template <> struct with_maps<down_drawn_args> {
-  using type = down_drawn_args;
-};
 template <> struct with_maps<down_activated_args> {
   using type = down_activated_args;
 };
