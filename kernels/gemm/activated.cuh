@@ -187,7 +187,8 @@ template <class S> struct activated_store : warp_store<S, S::OCTETS> {
   }
 };
 
-/* A warp's channels of rows that fill up to whole steps, behind its tile's: zeros in h and in d z. */
+/* Zeros in h and d z: a warp's channels of rows behind its tile's, which fill up to whole steps. Who counts an expert's
+ * rows has these, too. */
 template <class S> DEVICE void clear_behind(const down_activated_args &args, const tile_unit &unit, channel_span span)
 {
   const gemm_sm90_args &gemm = args.gemm;
