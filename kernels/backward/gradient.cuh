@@ -32,8 +32,8 @@ struct gradient_shape {
    * fetched into as many slots ahead. */
   static constexpr int SLOTS = SLOTS_, WIDTH = 128 / sizeof(Y), BOXES_ACROSS = BN / WIDTH,
                        BOXES = BLOCKS * BOXES_ACROSS;
-  static constexpr int CONSUMER_REGISTERS = 232, PRODUCER_REGISTERS = 40; /* 384 threads start with 168 each */
-  static constexpr int GATHERERS = 2 * WARP_SIZE, GATHERED_ROWS = BK / 2; /* threads; rows of a stage that a warp has */
+  static constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 56; /* 384 threads start with 168 each */
+  static constexpr int GATHERERS = 2;                                     /* warps */
   static_assert(sizeof(X) == 2 && CLUSTER == 2 && THREADS == (CONSUMERS + 1) * GROUP, "see there");
   static_assert(BM % (BLOCK * CONSUMERS) == 0 && BN % BLOCK == 0, "whole boxes");
   static_assert(SLOTS >= 2 && SLOTS <= BOXES, "one is stored while another is filled; what is fetched ahead");
@@ -271,50 +271,52 @@ template <class S> DEVICE void produce_gradient(const weight_gradient_sm90_args 
 
 /* ---- who gathers ---- */
 
-/* Four rows that follow each other, of 16 (BLOCK rows: a warp's own of a stage), by eight lanes: each brings the same 16
- * bytes of a row's boxes. */
+/* Eight lanes have a row, and each of them the same 16 bytes of all its boxes. */
 template <class S, int BOXES> struct gather_lane {
-  static constexpr int EACH = 4, ROWS = EACH * WARP_SIZE / 8;
-  static_assert(S::GATHERED_ROWS % ROWS == 0, "whole turns");
+  static constexpr int EACH = 4,
+                       ROWS = EACH * WARP_SIZE / 8; /* rows that follow each other; of a warp, so many at once */
 
   DEVICE static int first() { return lane_id() / 8 * EACH; }
   DEVICE static int vector() { return lane_id() % 8; }
 
-  /* Their tokens; negative: zeros. */
-  DEVICE static uint4 tokens(const weight_gradient_args &g, int64_t row)
+  /* The token of this lane's row of 32 from `row` on; negative: zeros. */
+  DEVICE static int32_t token(const weight_gradient_args &g, int64_t row)
   {
-    return ld_global_no_allocate(reinterpret_cast<const uint4 *>(g.row_token + row), row < g.map.rows_cap);
+    row += lane_id();
+    return row < g.map.rows_cap ? load_relaxed(g.row_token + row) : -1;
   }
 
-  /* To a stage, from its row `first()` on. WHOLE: all boxes have columns; else `left` are there from this lane's first
-   * one on. */
+  /* Rows from `row` on of those whose tokens the lanes have. WHOLE: all boxes have columns; else `left` are there from
+   * this lane's first one on. */
   template <bool WHOLE>
-  DEVICE static void copy(uint32_t stage, const typename S::X *from, int32_t ld, const uint4 &tokens, int32_t left)
+  DEVICE static void copy(uint32_t to, const typename S::X *from, int32_t ld, int32_t tokens, int row, int32_t left)
   {
-    const uint32_t to = stage + (vector() ^ first() % 8) * 16;
+    to += (row + first()) * 128 + (vector() ^ first() % 8) * 16;
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
-      const int32_t token = (int32_t)(&tokens.x)[i], bytes = token < 0 ? 0 : 16;
-      const typename S::X *row = from + (int64_t)max(token, 0) * ld;
+      const int32_t token = __shfl_sync(ALL_LANES, tokens, row + first() + i), bytes = token < 0 ? 0 : 16;
+      const typename S::X *source = from + (int64_t)max(token, 0) * ld;
 #pragma unroll
       for (int box = 0; box < BOXES; box++)
         if (WHOLE || box * S::BLOCK < left)
-          cp_async_cg_16((to ^ i * 16) + i * 128 + box * (S::BOX * 2), row + box * S::BLOCK, bytes);
+          cp_async_cg_16((to ^ i * 16) + i * 128 + box * (S::BOX * 2), source + box * S::BLOCK, bytes);
     }
   }
 };
 
-/* The operand's part in all units, by two warps. It is there before d h is, and so are the rows' tokens. */
+/* The operand's part in all units, by two warps, which have stages in turn: what tells of a stage waits for the copies
+ * of a warp's stage before. It is there before d h is, and so are the rows' tokens. */
 template <class S, bool OF_P> DEVICE void gather_operand(const weight_gradient_sm90_args &args, gradient_smem<S> &smem)
 {
   using lane = gather_lane<S, OF_P ? S::P_BOXES : S::Q_BOXES>;
-  constexpr int TURNS = S::GATHERED_ROWS / lane::ROWS;
   const gradient_grid &m = smem.grid;
   const weight_gradient_args &g = args.g;
   const bool outputs = OF_P != m.across;
   const row_matrix &from = outputs ? g.a : g.b;
-  const int first = warp_id() % 2 * S::GATHERED_ROWS + lane::first();
+  const int own = warp_id() % S::GATHERERS;
+  int32_t before = 0; /* stages of the units before */
   pipeline_state<S::STAGES> at;
+  if (own) at.advance();
 #pragma unroll 1
   for (auto cursor = gradient_cursor::first<S>(m); cursor.expert < g.map.experts; cursor.advance(m)) {
     const gradient_tile tile = cursor.tile(m);
@@ -322,23 +324,29 @@ template <class S, bool OF_P> DEVICE void gather_operand(const weight_gradient_s
                   column = begin + lane::vector() * 8;
     const bool whole = end - begin >= (OF_P ? S::BM : S::BN);
     const typename S::X *base = static_cast<const typename S::X *>(from.base) + min(column, end - 8);
-    int32_t row = smem.rows[cursor.expert].first + first, turns = smem.rows[cursor.expert].steps() * TURNS;
-    uint4 next = lane::tokens(g, row);
+    const row_steps rows = smem.rows[cursor.expert];
+    int32_t step = (before + own) % S::GATHERERS, next = lane::token(g, rows.first + step * S::BK);
+    before += rows.steps();
 #pragma unroll 1
-    for (int turn = 0; turn < turns; turn++) {
-      const uint4 tokens = next;
-      const int in_stage = turn % TURNS * lane::ROWS;
-      row += turn % TURNS == TURNS - 1 ? S::BK - in_stage : (int)lane::ROWS;
-      next = lane::tokens(g, row); /* asked for before they are wanted */
-      if (in_stage == 0) wait_for(&smem.empty[at.stage], at.phase ^ 1);
-      const uint32_t stage = shared_address(OF_P ? smem.p[at.stage] : smem.q[at.stage]) + (first + in_stage) * 128;
-      if (whole)
-        lane::template copy<true>(stage, base, (int32_t)from.ld, tokens, 0);
-      else
-        lane::template copy<false>(stage, base, (int32_t)from.ld, tokens, end - column);
-      if (turn % TURNS < TURNS - 1) continue;
+    for (; step < rows.steps(); step += S::GATHERERS) {
+      wait_for(&smem.empty[at.stage], at.phase ^ 1);
+      const uint32_t stage = shared_address(OF_P ? smem.p[at.stage] : smem.q[at.stage]);
+#pragma unroll 1
+      for (int row = 0; row < S::BK; row += lane::ROWS) {
+        const int32_t tokens = next;
+        if (row % WARP_SIZE + lane::ROWS == WARP_SIZE) /* asked for long before they are wanted */
+          next = lane::token(g, rows.first + (row + lane::ROWS < S::BK ? step * S::BK + row + lane::ROWS
+                                                                       : (step + S::GATHERERS) * S::BK));
+        if (whole)
+          lane::template copy<true>(stage + row / WARP_SIZE * WARP_SIZE * 128, base, (int32_t)from.ld, tokens,
+                                    row % WARP_SIZE, 0);
+        else
+          lane::template copy<false>(stage + row / WARP_SIZE * WARP_SIZE * 128, base, (int32_t)from.ld, tokens,
+                                     row % WARP_SIZE, end - column);
+      }
       cp_async_mbarrier_arrive_noinc(&smem.full[at.stage]);
-      at.advance();
+#pragma unroll
+      for (int i = 0; i < S::GATHERERS; i++) at.advance();
     }
   }
 }
@@ -559,7 +567,7 @@ template <class S> DEVICE void gradient_gemm(const weight_gradient_sm90_args &ar
     for (int s = 0; s < S::SLOTS; s++)
       for (int group = 0; group < S::CONSUMERS; group++) mbarrier_init(&smem.there[group][s], 1);
     for (int s = 0; s < S::STAGES; s++) {
-      mbarrier_init(&smem.full[s], args.g.row_token ? 1 + S::GATHERERS : 1);
+      mbarrier_init(&smem.full[s], args.g.row_token ? 1 + WARP_SIZE : 1);
       mbarrier_init(&smem.empty[s], S::CLUSTER * S::CONSUMERS * S::GROUP / WARP_SIZE);
     }
     fence_mbarrier_init();
