@@ -6,8 +6,9 @@
  * bench/backward_peer.py times PyTorch's on the same shapes; right after or before, on the same GPU.
  *
  *   lib/bench/backward [--quick | --once] [--apart] [--whole] [--most TOKENS] [model ...]
- *   --quick: short samples; --whole: the layer's ways alone, not their parts, nor `dense`; --once: one call, for a profiler; --apart: replays one at a time, as the peer's are timed.
- *   Those in a row take 1 to 2 % more both ways, forward up to 12 %: the GPU's power is the limit.
+ *   --quick: short samples; --whole: the layer's ways alone, not their parts, nor `dense`; --once: one call, for a
+ *   profiler; --apart: replays one at a time, as the peer's are timed. Those in a row take 1 to 2 % more both ways,
+ *   forward up to 12 %: the GPU's power is the limit.
  */
 #include "bench.h"
 

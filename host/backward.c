@@ -114,19 +114,30 @@ static cumoe_status in_row_order(const backward *b, const copy_rows_args *c, row
   return dispatch(b->p.context, OP_copy_rows, c, b->p.stream);
 }
 
-/* Whether gradients of weights begin beside the grids ahead. Of few rows an expert they are bound by writing the
- * gradients, and clusters that did not begin together write what lies together at different times: of 64 rows
- * gpt-oss-120b's backward 5 % slower, of 128 qwen3-235b-a22b's 2 %. */
-static bool overlaps_gradients(const backward *b, const expert_rows *e)
+/* Rows an expert, if all have as many. */
+static int64_t rows_an_expert(const backward *b, const expert_rows *e)
 {
-  enum { ROWS = 192 };
-  return e->d && e->padded && b->p.tokens.count * b->p.plan->desc.routing.top_k >= ROWS * (int64_t)e->map.experts;
+  return b->p.tokens.count * b->p.plan->desc.routing.top_k / e->map.experts;
 }
 
-/* Whether gradients of weights bring a matrix's rows by themselves. */
+/* Of few rows gradients of weights are bound by writing them. From here on they begin beside the grids ahead: of fewer,
+ * clusters that did not begin together write what lies together at different times (of 64 rows gpt-oss-120b's backward
+ * took 5 % longer, of 128 qwen3-235b-a22b's 2 %). */
+enum { ROWS_FOR_OVERLAP = 192 };
+
+static bool overlaps_gradients(const backward *b, const expert_rows *e)
+{
+  return e->d && e->padded && rows_an_expert(b, e) >= ROWS_FOR_OVERLAP;
+}
+
+/* Whether d h and gradients of weights bring a matrix's rows of tokens by themselves. That costs gradients an eighth of
+ * their products' time, which of few rows nobody waits for, and which up to this inter is about what a copy costs. */
+enum { INTER_FOR_COPY = 4096 };
+
 static bool gathers(const backward *b, const expert_rows *e, const row_matrix *m, bool weighs)
 {
-  return !on_cpu(b->p.context) && e->padded && m->form == OF_TOKEN && !weighs;
+  const bool pays = rows_an_expert(b, e) < ROWS_FOR_OVERLAP || e->w->inter <= INTER_FOR_COPY;
+  return !on_cpu(b->p.context) && e->padded && m->form == OF_TOKEN && !weighs && pays;
 }
 
 /* d h = d out times down's weights. */
@@ -162,9 +173,10 @@ static activation_args activation_again(const backward *b, const expert_rows *e,
 }
 
 /* Both by one kernel, if it serves: *activated. Then d h's place has parts of <d h, h>. */
-static cumoe_status backward_activated(const backward *b, const expert_rows *e, bool counts, bool *activated)
+static cumoe_status backward_activated(const backward *b, const expert_rows *e, const row_matrix *d_out, bool counts,
+                                       bool *activated)
 {
-  const rows_product_args d_h = d_h_of(b, e, &e->d_out);
+  const rows_product_args d_h = d_h_of(b, e, d_out);
   const activation_args act = activation_again(b, e, &d_h);
   const activated_work work = {.tickets = tickets_of(b, TICKETS_OF_D_H),
                                .act = &act,
@@ -206,14 +218,14 @@ static void split_halves(weight_gradient_args *g, const struct weights *w, const
 
 /* Gradients of down, of its biases, and of gate and up. On CUDA the rows of x and h carry the pair's weight already, so
  * the products there need none (weighs: on the CPU alone). counted: d h counts what is there. */
-static cumoe_status backward_weights(const backward *b, const expert_rows *e, const row_matrix *d_out, bool counted)
+static cumoe_status backward_weights(const backward *b, const expert_rows *e, const row_matrix *d_out,
+                                     const row_matrix *x, bool counted)
 {
   const int32_t halves = e->w->gated ? 2 : 1, dtype = b->p.plan->desc.dtype;
   const bool cpu = on_cpu(b->p.context);
-  const copy_rows_args copy = copy_of(b, e, &e->x, e->at.d_rows, e->weighs_x);
-  row_matrix x = e->x;
   weight_gradient_args up = {.map = e->map,
                              .a = rows_of(region(b->scratch, e->at.d_z), (int64_t)halves * e->w->inter, dtype),
+                             .b = *x,
                              .d = e->d->up,
                              .d_dtype = e->d->dtype,
                              .a_n = 1,
@@ -243,9 +255,7 @@ static cumoe_status backward_weights(const backward *b, const expert_rows *e, co
   bias.padded = 0;
   down.d.bias[0] = NULL;
   split_halves(&up, e->w, e->d);
-  if (!gathers(b, e, &e->x, e->weighs_x)) TRY(in_row_order(b, &copy, &x));
-  up.b = x;
-  up.row_token = x.form == OF_TOKEN ? row_token_of(b) : NULL;
+  up.row_token = x->form == OF_TOKEN ? row_token_of(b) : NULL;
   down.row_token = d_out->form == OF_TOKEN ? row_token_of(b) : NULL;
   /* The first units of up's gradient may run beside the last ones of d h, which says when rows are there; those of
    * down's beside the last ones of up's, which it has no need of. */
@@ -307,17 +317,21 @@ static cumoe_status backward_rows(const backward *b, const expert_rows *e, bool 
   return dispatch(b->p.context, OP_pair_gradient, &pairs, b->p.stream);
 }
 
+/* Copies come before d h, which the gradients of weights may then follow at once. */
 static cumoe_status backward_experts(const backward *b, const expert_rows *e)
 {
-  const copy_rows_args copy = copy_of(b, e, &e->d_out, e->at.d_out, false);
-  const bool gathers_d_out = gathers(b, e, &e->d_out, false),
-             counts = gathers_d_out && gathers(b, e, &e->x, e->weighs_x) && overlaps_gradients(b, e);
-  row_matrix d_out = e->d_out;
+  const copy_rows_args copy_d_out = copy_of(b, e, &e->d_out, e->at.d_out, false),
+                       copy_x = copy_of(b, e, &e->x, e->at.d_rows, e->weighs_x);
+  row_matrix d_out = e->d_out, x = e->x;
   bool activated = false;
-  if (e->padded) TRY(backward_activated(b, e, counts, &activated));
-  if (!activated || (e->d && !gathers_d_out)) TRY(in_row_order(b, &copy, &d_out));
-  if (!activated) TRY(backward_activation(b, e, &d_out));
-  if (e->d) TRY(backward_weights(b, e, &d_out, activated && counts));
+  if (e->d && !gathers(b, e, &x, e->weighs_x)) TRY(in_row_order(b, &copy_x, &x));
+  if (!gathers(b, e, &d_out, false)) TRY(in_row_order(b, &copy_d_out, &d_out));
+  if (e->padded) TRY(backward_activated(b, e, &d_out, overlaps_gradients(b, e), &activated));
+  if (!activated) {
+    if (d_out.form != OF_ROW) TRY(in_row_order(b, &copy_d_out, &d_out));
+    TRY(backward_activation(b, e, &d_out));
+  }
+  if (e->d) TRY(backward_weights(b, e, &d_out, &x, activated && overlaps_gradients(b, e)));
   return backward_rows(b, e, activated);
 }
 

@@ -103,8 +103,8 @@ typedef struct activated_work {
   bool counts;  /* it tells how much of h and d z is there (kernels/backward.h) */
 } activated_work;
 
-/* d h, of padded rows of tokens or pairs, and at once what the activation's gradient makes of it: d h's place gets
- * parts of <d h, h>. *served: whether there is a kernel; else nothing is done. */
+/* d h, of padded rows, or those of tokens (row_token), and at once what the activation's gradient makes of it: d h's
+ * place gets parts of <d h, h>. *served: whether there is a kernel; else nothing is done. */
 cumoe_status multiply_activated(struct context *context, const rows_product_args *a, const activated_work *work,
                                 cumoe_stream stream, bool *served);
 /* Matrix and biases, whichever are there; d: `halves` of n channels each. */

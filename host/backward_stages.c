@@ -249,11 +249,10 @@ cumoe_status multiply_activated(struct context *context, const rows_product_args
   launch_step s;
   const choice_hint hint = {.rows = a->map.tokens.count * a->map.top_k};
   *served = false;
-  if (on_cpu(context) || a->a.form == OF_ROW || !activates(work->act) || !as_down(a, g)) return CUMOE_OK;
+  if (on_cpu(context) || a->a.form == OF_PAIR || !activates(work->act) || !as_down(a, g)) return CUMOE_OK;
   TRY(choose_step(context, OP_down, g, &hint, &s));
   if (variants[s.row].form != FORM_wgmma) return CUMOE_OK;
-  g->row_pair = a->a.form == OF_TOKEN ? work->row_token : a->map.row_pair;
-  g->top_k = 1;
+  g->row_pair = a->a.form == OF_TOKEN ? work->row_token : NULL;
   activate(&mapped.activated, work);
   *served = true;
   return dispatch_by(context, OP_down_activated, &mapped.activated, &hint, stream);

@@ -365,12 +365,12 @@ enum { CPU_N_BLOCK = 32 };
  * up_keep besides writes gate and up as the activation gets them, rounded, to z[0] and z[1]: [rows_cap, N], ld z_ld. Of
  * gated SILU and SWIGLU_OAI, without pair_weights; gate and up do not lie element by element.
  * down_drawn is down, whose clusters draw their units (PROGRESS_UNIT_TICKETS of protocol.progress, 0 before).
- * down_activated is down_drawn of rows that lie anywhere: row_pair[r] is a's row, -1 of one that is zeros. Its sums,
- * rounded, are d h, and it writes what `activation` makes of them: h to c and d z to d_z (as z, [rows_cap, N] each, ld
- * z_ld), both times row_weight, or zeros where that is 0; and zeros to the rows behind an expert's last, up to a
- * multiple of ROW_STEP (kernels/backward.h). Row i of expert e has its z at z_offsets[e] + i, below z_rows. along[r]:
- * what to add up for scale <d h, h>, h as rounded, before the weight. g.act (SILU, SWIGLU_OAI) and its bounds are
- * gemm_args's; the matrix is not gated all the same.
+ * down_activated is down_drawn of rows in their order or, with row_pair, anywhere: row_pair[r] is then a's row, -1 of
+ * one that is zeros. Its sums, rounded, are d h, and it writes what `activation` makes of them: h to c and d z to d_z
+ * (as z, [rows_cap, N] each, ld z_ld), both times row_weight, or zeros where that is 0; and zeros to the rows behind an
+ * expert's last, up to a multiple of ROW_STEP (kernels/backward.h). Row i of expert e has its z at z_offsets[e] + i,
+ * below z_rows. along[r]: what to add up for scale <d h, h>, h as rounded, before the weight. g.act (SILU, SWIGLU_OAI)
+ * and its bounds are gemm_args's; the matrix is not gated all the same.
  */
 typedef struct gemm_sm90_args {
   gemm_args g;

@@ -4,9 +4,9 @@
  * depends on nothing but the operands.
  *
  * Rows of the backward lie as the route has them, or padded: each expert's first row is then a multiple of ROW_STEP,
- * and rows that fill up to the next expert's belong to no pair. On CUDA, x and d out are copied into padded order. Rows
- * of no pair, and of pairs that are dropped, are zeros in these copies, in h and in d z. So a product over an expert's
- * rows may take whole blocks of ROW_STEP, and tensor maps describe all operands.
+ * and rows that fill up to the next expert's belong to no pair. Rows of no pair, and of pairs that are dropped, are
+ * zeros in h and in d z. So a product over an expert's rows may take whole blocks of ROW_STEP. On CUDA, x and d out are
+ * copied into padded order, zeros likewise, so that tensor maps describe all operands, or gathered by who reads them.
  */
 #ifndef CUMOE_BACKWARD_KERNELS_H
 #define CUMOE_BACKWARD_KERNELS_H
@@ -49,8 +49,8 @@ typedef struct pad_args {
 } pad_args;
 
 /* What the backward's two products by down_drawn draw, each from its own words (kernels/protocol.h), and what d h says
- * of itself, if its protocol is by_expert: how many units of x's copy are made, and of each expert how many octets of
- * channels of rows of h and d z are stored. CUDA only. */
+ * of itself, if its protocol is by_expert: of each expert how many octets of channels of rows of h and d z are stored.
+ * CUDA only. */
 enum { TICKETS_OF_D_H = 0, TICKETS_OF_D_ROWS = PROGRESS_COPIED, D_H_STORED = 2 * PROGRESS_COPIED };
 #define TICKET_WORDS(experts) (D_H_STORED + (experts))
 
@@ -103,7 +103,8 @@ typedef struct rows_product_args {
  * multiplied by the pair's weight first, if `weighs` says so. Added to what is there if `accumulates`: then that of an
  * expert without rows stays as it is. padded: rows are, a and b are OF_ROW and zeros where no pair is, up to the next
  * multiple of ROW_STEP; but one of them may be OF_TOKEN, whose rows row_token has, and nobody weighs. weight_gradient:
- * all but the bias, which is there; bias_gradient: the bias. Unit: (expert, half, block of GRADIENT_BLOCK n), n fastest.
+ * all but the bias, which is there; bias_gradient: the bias. Unit: (expert, half, block of GRADIENT_BLOCK n), n
+ * fastest.
  * Hints to a kernel that starts early (kernels/protocol.h): nobody wants or touches what the grid ahead does (beside),
  * but for a d h (d_h: the words of its tickets; d_h_octets of a row): then its counts tell what is there.
  */

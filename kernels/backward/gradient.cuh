@@ -206,7 +206,8 @@ DEVICE int32_t first_q(const weight_gradient_args &g, const gradient_grid &m, co
   return column_of_tile(g, m.across, tile.q, m.q_tiles, S::BN);
 }
 
-/* Of a d h that may still run: until an expert's rows of h and d z are there. d h goes from expert to expert, so most of them are long there. */
+/* Of a d h that may still run: until an expert's rows of h and d z are there. d h goes from expert to expert, so most of
+ * them are long there. */
 DEVICE void wait_for_expert(const weight_gradient_args &g, int expert)
 {
   const uint32_t octets = (uint32_t)max(load_relaxed(g.map.counts + expert), 0) * (uint32_t)g.d_h_octets;
@@ -273,8 +274,7 @@ template <class S> DEVICE void produce_gradient(const weight_gradient_sm90_args 
 
 /* Eight lanes have a row, and each of them the same 16 bytes of all its boxes. */
 template <class S, int BOXES> struct gather_lane {
-  static constexpr int EACH = 4,
-                       ROWS = EACH * WARP_SIZE / 8; /* rows that follow each other; of a warp, so many at once */
+  static constexpr int EACH = 4, ROWS = EACH * WARP_SIZE / 8; /* that follow each other; of a warp, at once */
 
   DEVICE static int first() { return lane_id() / 8 * EACH; }
   DEVICE static int vector() { return lane_id() % 8; }
@@ -304,8 +304,8 @@ template <class S, int BOXES> struct gather_lane {
   }
 };
 
-/* The operand's part in all units, by two warps, which have stages in turn: what tells of a stage waits for the copies
- * of a warp's stage before. It is there before d h is, and so are the rows' tokens. */
+/* The operand's part in all units, by two warps, which have stages in turn: half of each stage for both of them takes a
+ * tenth longer. It is there before d h is, and so are the rows' tokens. */
 template <class S, bool OF_P> DEVICE void gather_operand(const weight_gradient_sm90_args &args, gradient_smem<S> &smem)
 {
   using lane = gather_lane<S, OF_P ? S::P_BOXES : S::Q_BOXES>;

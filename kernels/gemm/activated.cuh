@@ -85,10 +85,10 @@ template <class S> DEVICE int32_t kept_column(const gemm_sm90_args &args, int ha
   return args.z[half] > args.z[1 - half] ? (int32_t)(args.z_ld / 2) : 0;
 }
 
-/* A tile's stages of z: all producers arrive at them as at those of rows, and one warp, which has the least to do with
- * weights, copies. Both CTAs of a cluster have as many, whatever they have of rows. Boxes may reach into what is not
- * the tile's, which nobody reads. */
-template <class S>
+/* A tile's stages of z, by the warp that copies rows, or (GATHERING) all producers: these arrive at them as at those of
+ * rows, and the warp that has the least to do with weights copies. Both CTAs of a cluster have as many, whatever they
+ * have of rows. Boxes may reach into what is not the tile's, which nobody reads. */
+template <class S, bool GATHERING>
 DEVICE void produce_kept(const down_activated_args &args, pipeline_smem<S> &smem, const tile_unit &unit,
                          pipeline_state<S::STAGES> &at)
 {
@@ -101,7 +101,7 @@ DEVICE void produce_kept(const down_activated_args &args, pipeline_smem<S> &smem
   for (int token0 = 0; token0 < kept::COUNT * kept::TOKENS; token0 += kept::TOKENS, at.advance()) {
     const int tokens = boxes ? min(max(unit.rows - token0, 0), (int)kept::TOKENS) : 0;
     wait_for(&smem.empty[at.stage], at.phase ^ 1);
-    if (warp_id() == S::GROUP / WARP_SIZE - 1 && elect_one()) {
+    if ((!GATHERING || warp_id() == S::GROUP / WARP_SIZE - 1) && elect_one()) {
       const uint32_t weights = round_up(tokens, 4) * (uint32_t)sizeof(float);
       uint64_t *full = &smem.full[at.stage];
       mbarrier_arrive_expect_tx(full, tokens ? 2 * boxes * kept::BOX + weights : 0);
@@ -114,7 +114,7 @@ DEVICE void produce_kept(const down_activated_args &args, pipeline_smem<S> &smem
       }
     }
     __syncwarp();
-    mbarrier_arrive(&smem.full[at.stage]);
+    if (GATHERING) mbarrier_arrive(&smem.full[at.stage]);
   }
 }
 
@@ -192,8 +192,9 @@ template <class S> struct activated_store : warp_store<S, S::OCTETS> {
 template <class S> DEVICE void clear_behind(const down_activated_args &args, const tile_unit &unit, channel_span span)
 {
   const gemm_sm90_args &gemm = args.gemm;
-  const int channel = span.first + octet_channel<S>(gemm.g, lane_id() / 8);
-  for (int64_t row = unit.row + unit.rows + lane_id() % 8; row < unit.end && channel < span.end; row += 8) {
+  const int channel = span.first + octet_channel<S>(gemm.g, activated_store<S>::octet());
+  for (int64_t row = unit.row + unit.rows + activated_store<S>::token(); row < unit.end && channel < span.end;
+       row += 8) {
     const uint4 none = {0, 0, 0, 0};
     st_global_16(static_cast<typename S::Y *>(gemm.g.c) + row * gemm.g.c_ld + channel, none, false);
 #pragma unroll

@@ -102,7 +102,7 @@ template <class S> DEVICE void release_stage(pipeline_smem<S> &smem, int stage)
   if (S::SCALED || S::PACKED) __syncwarp(); /* every lane has read scales or factors */
   if constexpr (S::CLUSTER == 1) {
     if (lane_id() == 0) mbarrier_arrive(&smem.empty[stage]);
-  } else if constexpr (S::PACKED) {
+  } else if constexpr (S::PACKED || S::ACTIVATES) {
     const int lane = (int)(tid_x() % WARP_SIZE); /* there registers are full */
     if (lane < S::CLUSTER) mbarrier_arrive_cluster(&smem.empty[stage], lane);
   } else if (lane_id() < S::CLUSTER) {

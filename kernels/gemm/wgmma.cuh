@@ -52,7 +52,7 @@ struct wgmma_shape : pipeline_shape<PRODUCT, BM, BN, BK, STAGES, WARPS> {
   /* Whether rows of A are anywhere, as the route says, or one after another. */
   DEVICE static bool gathers(const gemm_args &args)
   {
-    if (PRODUCT::DRAWS) return GATHERED;
+    if (PRODUCT::ACTIVATES) return args.row_pair;
     return GATHERED && args.row_pair && !args.packed && !args.protocol.x_copy;
   }
 };
@@ -142,9 +142,8 @@ template <class S> DEVICE bool copies(const gemm_args &args)
 /* Units of a grid go to its clusters in turn. A down that does not wait for the end of up draws tickets instead, so
  * that a cluster that starts late has fewer; and one whose units differ much (DRAWS). Then the first CTA of a cluster
  * draws and sends the unit to the other; it is never more than STAGES units ahead, as both fill each other's stages.
- * Where all producers gather (ALL), its first warp draws, and sends it to both. */
+ * Where all producers gather, its first warp draws, and sends it to both. */
 template <class S> struct unit_scheduler {
-  static constexpr bool ALL = S::DRAWS && S::GATHERED;
   int64_t index = blockIdx.x / S::CLUSTER;
   int32_t next = 0;
   pipeline_state<UNITS_AHEAD> slot;
@@ -155,17 +154,20 @@ template <class S> struct unit_scheduler {
     return !S::GATHERED && args.protocol.by_expert;
   }
 
+  DEVICE static bool draws_for_all(const gemm_args &args) { return S::DRAWS && S::gathers(args); }
+
   /* The unit after `index`, by a whole warp. An absent one is skipped. */
   DEVICE void draw(const gemm_args &args, wgmma_smem<S> &smem)
   {
-    if (!draws(args) || cluster_ctarank() != 0 || (ALL && warp_id() != 0)) return;
+    const bool all = draws_for_all(args);
+    if (!draws(args) || cluster_ctarank() != 0 || (all && warp_id() != 0)) return;
     do {
       int32_t ticket = 0;
       if (lane_id() == 0) ticket = atomicAdd(args.protocol.progress + PROGRESS_UNIT_TICKETS, 1);
       next = (int)gridDim.x / S::CLUSTER + __shfl_sync(ALL_LANES, ticket, 0);
     } while (wgmma_unit<S>(args, smem.table, next).absent);
-    for (int to = ALL ? 0 : 1; lane_id() == 0 && to < S::CLUSTER; to++)
-      st_async_cluster(&smem.drawn[slot.stage], to, next, &smem.drawn_ready[slot.stage]);
+    if (all && lane_id() == 0) st_async_cluster(&smem.drawn[slot.stage], 0, next, &smem.drawn_ready[slot.stage]);
+    if (lane_id() == 0) st_async_cluster(&smem.drawn[slot.stage], 1, next, &smem.drawn_ready[slot.stage]);
   }
 
   DEVICE void advance(const gemm_args &args, wgmma_smem<S> &smem)
@@ -174,8 +176,9 @@ template <class S> struct unit_scheduler {
       index += gridDim.x / S::CLUSTER;
       return;
     }
-    if (ALL || cluster_ctarank() != 0) {
-      if (lane_id() == 0 && (!ALL || warp_id() == 0))
+    const bool all = draws_for_all(args);
+    if (all || cluster_ctarank() != 0) {
+      if (lane_id() == 0 && (!all || warp_id() == 0))
         mbarrier_arrive_expect_tx(&smem.drawn_ready[slot.stage], sizeof smem.drawn[0]);
       wait_for(&smem.drawn_ready[slot.stage], slot.phase);
       next = smem.drawn[slot.stage];
@@ -432,6 +435,7 @@ DEVICE void produce_ordered(const gemm_sm90_args &args, wgmma_smem<S> &smem, con
     scales.next += scales.step;
     __syncwarp();
   }
+  if constexpr (S::ACTIVATES) produce_kept<S, false>(activated_of<S>(args), smem, tile, at);
 }
 
 /* The same where all producers gather rows, and each warp asks for a box of weights at most: rows of one that asks for
@@ -501,7 +505,7 @@ template <class S, bool GATHERING> DEVICE void produce_units(const gemm_sm90_arg
       produce_unit<S, false, GATHERING>(args, smem, unit.tile, slot, rows, at);
     if constexpr (S::ACTIVATES) {
       scheduler.draw(args.g, smem); /* the later, the evener: consumers have stages to multiply meanwhile */
-      produce_kept<S>(activated_of<S>(args), smem, unit.tile, at);
+      produce_kept<S, true>(activated_of<S>(args), smem, unit.tile, at);
     }
     slot = (slot + 1) % UNITS_AHEAD;
   }
