@@ -206,8 +206,8 @@ DEVICE int32_t first_q(const weight_gradient_args &g, const gradient_grid &m, co
   return column_of_tile(g, m.across, tile.q, m.q_tiles, S::BN);
 }
 
-/* Of a d h that may still run: until an expert's rows of h and d z are there. d h goes from expert to expert, so most of
- * them are long there. */
+/* Of a d h that may still run: until an expert's rows of h and d z are there. d h goes from expert to expert, so most
+ * of them are long there. */
 DEVICE void wait_for_expert(const weight_gradient_args &g, int expert)
 {
   const uint32_t octets = (uint32_t)max(load_relaxed(g.map.counts + expert), 0) * (uint32_t)g.d_h_octets;
