@@ -769,6 +769,46 @@ static void test_nan(cumoe_context context)
   case_end();
 }
 
+static bool gradient_is_finite(const layer_spec *s, const grads *g, int which, int64_t expert)
+{
+  const int64_t n = which == PLAIN_DOWN ? s->desc.hidden : s->desc.inter,
+                k = which == PLAIN_DOWN ? s->desc.inter : s->desc.hidden;
+  bool finite = true;
+  for (int64_t i = 0; i < n * k; i++) {
+    const place at = oracle_place(&g->routed.host, which, expert, i / k, i % k);
+    finite &= isfinite(get(&at.projection->data, at.row, at.col)) != 0;
+  }
+  return finite;
+}
+
+/* Of a token that is not finite, the expert of a pair of weight 0 has no part. */
+static void test_nan_dropped(cumoe_context context)
+{
+  enum { TOKEN = 11 };
+  for (int i = 0; i < 3; i++) {
+    layer_spec s = layer_spec_new(case_dtypes[i], 70, 264, 136);
+    s.input = INPUT_IDS;
+    s.desc.num_experts = 4;
+    s.desc.routing.top_k = 2;
+    case_begin("%s: a NaN in one token's x, Inf in its d out, one of its pairs of weight 0",
+               cumoe_dtype_name((cumoe_dtype)s.desc.dtype));
+    const layer_inputs in = layer_inputs_new(&s);
+    const tensor d_out = d_out_new(&s);
+    const wish w = {.dtype = s.desc.dtype, .d_out = &d_out};
+    const int64_t kept = (int64_t)get(&in.ids, TOKEN, 0), dropped = (int64_t)get(&in.ids, TOKEN, 1);
+    CHECK(kept >= 0 && dropped >= 0 && kept != dropped);
+    tensor_set(&in.id_weights, TOKEN, 1, 0);
+    tensor_set(&in.x, TOKEN, 5, NAN);
+    tensor_set(&d_out, TOKEN, 3, INFINITY);
+    const grads g = run_backward(context, &s, &in, &w);
+    for (int which = PLAIN_UP; which <= PLAIN_DOWN; which++) {
+      CHECK_MSG(!gradient_is_finite(&s, &g, which, kept), "projection %d", which);
+      CHECK_MSG(gradient_is_finite(&s, &g, which, dropped), "projection %d", which);
+    }
+    case_end();
+  }
+}
+
 /* ---- logits that are not finite; what was kept and is no longer ------------------------------------- */
 
 static void test_not_finite(cumoe_context context)
@@ -1652,6 +1692,7 @@ static const test_group groups[] = {
     ALONE("threads", test_threads, ONCE),
     ALONE("captured", test_graph, ON_CUDA),
     GROUP("nan", test_nan, ANYWHERE),
+    GROUP("nan and weight 0", test_nan_dropped, ANYWHERE),
     GROUP("losses", test_losses, ANYWHERE),
     GROUP("gate alone", test_gate_stage, ANYWHERE),
     GROUP("products alone", test_product_stages, ANYWHERE),
