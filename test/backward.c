@@ -1163,8 +1163,8 @@ static void test_keep_rows(cumoe_context context)
 
 /* Experts of one row tile, of two, of three, and channel tiles of an odd and an even number, whose last ends inside;
  * the activation of d h alone, and by another kernel; one with bounds; up first. d out of tokens, and of pairs; weights
- * of pairs that multiply h, or nothing, or x, where d h's kernel does not serve. The last: experts so wide that operands
- * are copied, not gathered. */
+ * of pairs that multiply h, or nothing, or x, where d h's kernel does not serve. The last: experts so wide that
+ * operands are copied, not gathered. */
 enum { DRAWN_SPECS = 5 };
 
 static layer_spec drawn_spec(const cumoe_variant_info *v, int i)
