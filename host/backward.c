@@ -93,25 +93,20 @@ static cumoe_status pad(const backward *b, const row_map *map)
   return dispatch(b->p.context, OP_pad, &a, b->p.stream);
 }
 
-/* A matrix of tokens or pairs in the order of rows. */
-static copy_rows_args copy_of(const backward *b, const expert_rows *e, const row_matrix *m, size_t to, bool weighs)
+/* On CUDA *m, a matrix of tokens or pairs, becomes its copy at `to`, in the order of rows; on the CPU it stays. */
+static cumoe_status in_row_order(const backward *b, const expert_rows *e, row_matrix *m, size_t to, bool weighs)
 {
   const cumoe_moe_desc *d = &b->p.plan->desc;
-  return (copy_rows_args){.map = e->map,
-                          .a = *m,
-                          .to = region(b->scratch, to),
-                          .to_ld = d->hidden,
-                          .cols = d->hidden,
-                          .dtype = d->dtype,
-                          .weighs = weighs};
-}
-
-/* On CUDA what `c` makes; on the CPU the matrix itself. */
-static cumoe_status in_row_order(const backward *b, const copy_rows_args *c, row_matrix *m)
-{
   if (on_cpu(b->p.context)) return CUMOE_OK;
-  *m = rows_of(c->to, c->to_ld, c->dtype);
-  return dispatch(b->p.context, OP_copy_rows, c, b->p.stream);
+  const copy_rows_args copy = {.map = e->map,
+                               .a = *m,
+                               .to = region(b->scratch, to),
+                               .to_ld = d->hidden,
+                               .cols = d->hidden,
+                               .dtype = d->dtype,
+                               .weighs = weighs};
+  *m = rows_of(copy.to, copy.to_ld, copy.dtype);
+  return dispatch(b->p.context, OP_copy_rows, &copy, b->p.stream);
 }
 
 /* Rows an expert, if all have as many. */
@@ -172,30 +167,28 @@ static activation_args activation_again(const backward *b, const expert_rows *e,
   return act;
 }
 
-/* Both by one kernel, if it serves: *activated. Then d h's place has parts of <d h, h>. */
-static cumoe_status backward_activated(const backward *b, const expert_rows *e, const row_matrix *d_out, bool counts,
-                                       bool *activated)
+/* Both by one kernel, where it serves: *activated, and d h's place has parts of <d h, h>. Else by two, of rows in their
+ * order. *d_out: as d h has read it. */
+static cumoe_status backward_activation(const backward *b, const expert_rows *e, bool counts, row_matrix *d_out,
+                                        bool *activated)
 {
-  const rows_product_args d_h = d_h_of(b, e, d_out);
+  rows_product_args d_h = d_h_of(b, e, d_out);
   const activation_args act = activation_again(b, e, &d_h);
-  const activated_work work = {.tickets = tickets_of(b, TICKETS_OF_D_H),
-                               .act = &act,
-                               .row_token = row_token_of(b),
-                               .z_offsets = b->p.route.offsets,
-                               .row_weight = row_weight_of(b),
-                               .z_rows = b->p.tokens.count * b->p.plan->desc.routing.top_k,
-                               .parts = d_h.c,
-                               .counts = counts};
-  return multiply_activated(b->p.context, &d_h, &work, b->p.stream, activated);
-}
-
-/* Or by two. */
-static cumoe_status backward_activation(const backward *b, const expert_rows *e, const row_matrix *d_out)
-{
-  const rows_product_args d_h = d_h_of(b, e, d_out);
-  const activation_args act = activation_again(b, e, &d_h);
-  const drawn_work work = {.tickets = tickets_of(b, TICKETS_OF_D_H)};
-  TRY(multiply_rows(b->p.context, &d_h, e->padded ? &work : NULL, b->p.stream));
+  const activated_work at_once = {.tickets = tickets_of(b, TICKETS_OF_D_H),
+                                  .act = &act,
+                                  .row_token = row_token_of(b),
+                                  .z_offsets = b->p.route.offsets,
+                                  .row_weight = row_weight_of(b),
+                                  .z_rows = b->p.tokens.count * b->p.plan->desc.routing.top_k,
+                                  .parts = d_h.c,
+                                  .counts = counts};
+  const drawn_work alone = {.tickets = at_once.tickets};
+  *activated = false;
+  if (e->padded) TRY(multiply_activated(b->p.context, &d_h, &at_once, b->p.stream, activated));
+  if (*activated) return CUMOE_OK;
+  if (d_out->form != OF_ROW) TRY(in_row_order(b, e, d_out, e->at.d_out, false));
+  d_h.a = *d_out;
+  TRY(multiply_rows(b->p.context, &d_h, e->padded ? &alone : NULL, b->p.stream));
   return dispatch(b->p.context, OP_activation, &act, b->p.stream);
 }
 
@@ -320,18 +313,13 @@ static cumoe_status backward_rows(const backward *b, const expert_rows *e, bool 
 /* Copies come before d h, which the gradients of weights may then follow at once. */
 static cumoe_status backward_experts(const backward *b, const expert_rows *e)
 {
-  const copy_rows_args copy_d_out = copy_of(b, e, &e->d_out, e->at.d_out, false),
-                       copy_x = copy_of(b, e, &e->x, e->at.d_rows, e->weighs_x);
+  const bool overlaps = overlaps_gradients(b, e);
   row_matrix d_out = e->d_out, x = e->x;
-  bool activated = false;
-  if (e->d && !gathers(b, e, &x, e->weighs_x)) TRY(in_row_order(b, &copy_x, &x));
-  if (!gathers(b, e, &d_out, false)) TRY(in_row_order(b, &copy_d_out, &d_out));
-  if (e->padded) TRY(backward_activated(b, e, &d_out, overlaps_gradients(b, e), &activated));
-  if (!activated) {
-    if (d_out.form != OF_ROW) TRY(in_row_order(b, &copy_d_out, &d_out));
-    TRY(backward_activation(b, e, &d_out));
-  }
-  if (e->d) TRY(backward_weights(b, e, &d_out, &x, activated && overlaps_gradients(b, e)));
+  bool activated;
+  if (e->d && !gathers(b, e, &x, e->weighs_x)) TRY(in_row_order(b, e, &x, e->at.d_rows, e->weighs_x));
+  if (!gathers(b, e, &d_out, false)) TRY(in_row_order(b, e, &d_out, e->at.d_out, false));
+  TRY(backward_activation(b, e, overlaps, &d_out, &activated));
+  if (e->d) TRY(backward_weights(b, e, &d_out, &x, activated && overlaps));
   return backward_rows(b, e, activated);
 }
 

@@ -158,7 +158,7 @@ bool join_halves(const struct weights *w, expert_matrix *joined, int32_t *order)
   return true;
 }
 
-/* The product as the forward's `down` of rows in their order, if it is one: one type, one matrix. */
+/* The product as the forward's `down`, if it is one: one type, one matrix. Which rows of a it reads is the caller's. */
 static bool as_down(const rows_product_args *a, gemm_args *g)
 {
   const expert_matrix *b = &a->b;
