@@ -1607,7 +1607,7 @@ static void test_sizes(cumoe_context context)
 
 /* ---- what is refused ------------------------------------------------------------------------------- */
 
-static void test_refusals(cumoe_context context)
+static void refuse_one_place(cumoe_context context)
 {
   const layer_spec s = layer_spec_new(CUMOE_F32, 3, HIDDEN, INTER);
   case_begin("two experts' gradients in one place");
@@ -1634,48 +1634,66 @@ static void test_refusals(cumoe_context context)
   CHECK_OK(cumoe_weights_destroy(bound));
   session_close(&run);
   case_end();
-  case_begin("more columns than there are experts");
-  cumoe_gate_backward_args gate = {.size = sizeof gate, .routing = cumoe_routing_mixtral(2)};
-  gate.logits = cumoe_const(device_new(context, CUMOE_F32, 3, CUMOE_MAX_EXPERTS + 1, 0));
-  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_gate_backward(context, &gate, NULL));
-  CHECK_TEXT("args.logits.cols is 1025, must be 1 .. 1024");
-  case_end();
-  case_begin("gradients with a format");
-  const layer_spec half = layer_spec_new(CUMOE_BF16, 3, 64, 64);
-  const layer_inputs half_in = layer_inputs_new(&half);
-  const tensor half_d_out = d_out_new(&half);
-  const int64_t up_rows = (int64_t)half.desc.num_experts * 128, down_rows = (int64_t)half.desc.num_experts * 64;
-  session_open(&run, context, &half, &half_in);
+}
+
+static cumoe_weights bind_codes(cumoe_context context, const cumoe_moe_desc *desc)
+{
+  const int64_t up_rows = desc->num_experts * 2 * desc->inter, down_rows = desc->num_experts * desc->hidden;
+  cumoe_weights bound = NULL;
   cumoe_weights_desc codes = {.size = sizeof codes,
-                              .experts = half.desc.num_experts,
-                              .hidden = 64,
-                              .inter = 64,
+                              .experts = desc->num_experts,
+                              .hidden = desc->hidden,
+                              .inter = desc->inter,
                               .dtype = CUMOE_BF16,
                               .gate_order = CUMOE_GATE_UP_CONCAT,
                               .up_major = CUMOE_OUT_IN,
                               .down_major = CUMOE_OUT_IN,
                               .up_format = cumoe_format_fp8_channel(CUMOE_BF16),
                               .down_format = cumoe_format_fp8_channel(CUMOE_BF16)};
-  codes.gate_up.data = cumoe_const(device_new(context, CUMOE_E4M3, up_rows, 64, 0));
+  codes.gate_up.data = cumoe_const(device_new(context, CUMOE_E4M3, up_rows, desc->hidden, 0));
   codes.gate_up.scale.data = cumoe_const(device_new(context, CUMOE_BF16, up_rows, 1, 0));
-  codes.down.data = cumoe_const(device_new(context, CUMOE_E4M3, down_rows, 64, 0));
+  codes.down.data = cumoe_const(device_new(context, CUMOE_E4M3, down_rows, desc->inter, 0));
   codes.down.scale.data = cumoe_const(device_new(context, CUMOE_BF16, down_rows, 1, 0));
   CHECK_OK(cumoe_weights_bind(context, &codes, &bound));
+  return bound;
+}
+
+static void refuse_format_of_gradients(cumoe_context context)
+{
+  case_begin("gradients with a format");
+  const layer_spec s = layer_spec_new(CUMOE_BF16, 3, 64, 64);
+  const layer_inputs in = layer_inputs_new(&s);
+  const tensor d_out = d_out_new(&s);
+  session run;
+  size_t bytes = 0;
+  session_open(&run, context, &s, &in);
+  const cumoe_weights bound = bind_codes(context, &s.desc);
   CHECK_OK(cumoe_moe_backward_workspace(run.plan, 3, 0, &bytes));
-  const cumoe_moe_grads to_codes = {.size = sizeof to_codes,
-                                    .d_out = device_put(context, &half_d_out, 0),
-                                    .d_weights = bound,
-                                    .workspace = workspace_new(context, bytes)};
-  CHECK_STATUS(CUMOE_ERR_NOT_SUPPORTED, cumoe_moe_backward(run.plan, run.routed, &run.args, &to_codes, NULL));
+  const cumoe_moe_grads to = {.size = sizeof to,
+                              .d_out = device_put(context, &d_out, 0),
+                              .d_weights = bound,
+                              .workspace = workspace_new(context, bytes)};
+  CHECK_STATUS(CUMOE_ERR_NOT_SUPPORTED, cumoe_moe_backward(run.plan, run.routed, &run.args, &to, NULL));
   CHECK_TEXT("grads.d_weights has a format: gradients have none");
   CHECK_OK(cumoe_weights_destroy(bound));
   session_close(&run);
   case_end();
+}
+
+static void test_refusals(cumoe_context context)
+{
+  refuse_one_place(context);
+  case_begin("more columns than there are experts");
+  cumoe_gate_backward_args gate = {.size = sizeof gate, .routing = cumoe_routing_mixtral(2)};
+  gate.logits = cumoe_const(device_new(context, CUMOE_F32, 3, CUMOE_MAX_EXPERTS + 1, 0));
+  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_gate_backward(context, &gate, NULL));
+  CHECK_TEXT("args.logits.cols is 1025, must be 1 .. 1024");
+  case_end();
+  refuse_format_of_gradients(context);
   case_begin("weights with a format");
-  cumoe_moe_desc with = s.desc;
+  cumoe_moe_desc with = layer_spec_new(CUMOE_BF16, 3, 64, 64).desc;
   cumoe_plan plan = NULL;
-  with.dtype = CUMOE_BF16;
-  with.hidden = with.inter = 64;
+  size_t bytes = 0;
   with.down_format = cumoe_format_int4(32, CUMOE_BF16);
   CHECK_OK(cumoe_plan_create(context, &with, &plan));
   CHECK_STATUS(CUMOE_ERR_NOT_SUPPORTED, cumoe_moe_kept(plan, 3, &bytes));

@@ -181,28 +181,49 @@ static void end_stream(int32_t device, cumoe_stream stream)
   if (device != CUMOE_DEVICE_CPU) CHECK_CUDA(cudaStreamDestroy(stream));
 }
 
-static void test_uses(cumoe_context given)
+/* A buffer of the first stream's and two more streams. */
+typedef struct uses {
+  int32_t device;
+  cumoe_context context;
+  cumoe_stream home, other, third;
+} uses;
+
+static cumoe_buffer at_home(const uses *u)
 {
-  const int32_t device = device_of(given);
-  cumoe_buffer a = {0}, b = {0};
-  cumoe_stream home = make_stream(device, 1), other = make_stream(device, 2), third = make_stream(device, 3);
-  cumoe_context context = open_at(device, 1);
+  cumoe_buffer b = {0};
+  CHECK_OK(cumoe_buffer_alloc(u->context, CUMOE_F32, 4, 4, u->home, &b));
+  return b;
+}
+
+static void fill_on(const uses *u, cumoe_buffer b, cumoe_stream stream)
+{
+  CHECK_OK(cumoe_fill(u->context, cumoe_buffer_view_mut(b), 1, stream));
+}
+
+static void use_at_home(const uses *u)
+{
   case_begin("on the home stream only");
   listen_to();
-  CHECK_OK(cumoe_buffer_alloc(context, CUMOE_F32, 4, 4, home, &a));
-  CHECK_OK(cumoe_fill(context, cumoe_buffer_view_mut(a), 1, home));
+  cumoe_buffer a = at_home(u);
+  fill_on(u, a, u->home);
   CHECK_OK(cumoe_buffer_free(&a));
   CHECK_MSG(heard.count == 0, "%s", heard.text[0]);
   case_end();
+}
+
+static void use_unrecorded(const uses *u)
+{
   case_begin("on another, not recorded");
+  listen_to();
   char at[64];
+  cumoe_buffer a = {0}, b = {0};
   const int line = __LINE__ + 1;
-  CHECK_OK(cumoe_buffer_alloc(context, CUMOE_F32, 4, 4, home, &a));
-  CHECK_OK(cumoe_buffer_alloc(context, CUMOE_F32, 4, 4, other, &b));
-  CHECK_OK(cumoe_synchronize(context, home));
-  CHECK_OK(cumoe_copy(context, cumoe_buffer_view_mut(b), cumoe_buffer_view(a), other));
-  CHECK_OK(cumoe_fill(context, cumoe_buffer_view_mut(a), 1, other));
-  CHECK_OK(cumoe_synchronize(context, other)); /* so that the free below really is safe */
+  CHECK_OK(cumoe_buffer_alloc(u->context, CUMOE_F32, 4, 4, u->home, &a));
+  CHECK_OK(cumoe_buffer_alloc(u->context, CUMOE_F32, 4, 4, u->other, &b));
+  CHECK_OK(cumoe_synchronize(u->context, u->home));
+  CHECK_OK(cumoe_copy(u->context, cumoe_buffer_view_mut(b), cumoe_buffer_view(a), u->other));
+  fill_on(u, a, u->other);
+  CHECK_OK(cumoe_synchronize(u->context, u->other)); /* so that the free below really is safe */
   CHECK(heard.count == 0);
   CHECK_OK(cumoe_buffer_free(&a));
   CHECK_OK(cumoe_buffer_free(&b));
@@ -210,56 +231,77 @@ static void test_uses(cumoe_context given)
   CHECK_TOLD(1, at, "cumoe_copy");
   CHECK_MSG(heard.count == 1 && heard.worst == CUMOE_LOG_WARNING, "%d messages", heard.count);
   case_end();
+}
+
+static void use_recorded(const uses *u)
+{
   case_begin("recorded; recorded too early; on two streams");
   listen_to();
-  CHECK_OK(cumoe_buffer_alloc(context, CUMOE_F32, 4, 4, home, &a));
-  CHECK_OK(cumoe_synchronize(context, home));
-  CHECK_OK(cumoe_fill(context, cumoe_buffer_view_mut(a), 1, other));
-  CHECK_OK(cumoe_buffer_record_use(a, other));
+  cumoe_buffer a = at_home(u);
+  CHECK_OK(cumoe_synchronize(u->context, u->home));
+  fill_on(u, a, u->other);
+  CHECK_OK(cumoe_buffer_record_use(a, u->other));
   CHECK_OK(cumoe_buffer_free(&a));
   CHECK_MSG(heard.count == 0, "%s", heard.text[0]);
-  CHECK_OK(cumoe_buffer_alloc(context, CUMOE_F32, 4, 4, home, &a));
-  CHECK_OK(cumoe_synchronize(context, home));
-  CHECK_OK(cumoe_buffer_record_use(a, other));
-  CHECK_OK(cumoe_fill(context, cumoe_buffer_view_mut(a), 1, other));
-  CHECK_OK(cumoe_fill(context, cumoe_buffer_view_mut(a), 1, third));
-  CHECK_OK(cumoe_buffer_record_use(a, third));
-  CHECK_OK(cumoe_synchronize(context, other));
+  a = at_home(u);
+  CHECK_OK(cumoe_synchronize(u->context, u->home));
+  CHECK_OK(cumoe_buffer_record_use(a, u->other));
+  fill_on(u, a, u->other);
+  fill_on(u, a, u->third);
+  CHECK_OK(cumoe_buffer_record_use(a, u->third));
+  CHECK_OK(cumoe_synchronize(u->context, u->other));
   CHECK_OK(cumoe_buffer_free(&a));
   CHECK_TOLD(1, "cumoe_fill", "without cumoe_buffer_record_use");
   CHECK(heard.count == 1);
-  stop_listening();
   case_end();
+}
+
+static void use_on_many(const uses *u)
+{
   case_begin("on more streams than a buffer has places for");
   listen_to();
-  CHECK_OK(cumoe_buffer_alloc(context, CUMOE_F32, 4, 4, home, &a));
-  CHECK_OK(cumoe_synchronize(context, home));
+  cumoe_buffer a = at_home(u);
+  CHECK_OK(cumoe_synchronize(u->context, u->home));
   cumoe_stream many[10];
   for (int i = 0; i < 10; i++) {
-    many[i] = make_stream(device, i + 4);
-    CHECK_OK(cumoe_fill(context, cumoe_buffer_view_mut(a), 1, many[i]));
+    many[i] = make_stream(u->device, i + 4);
+    fill_on(u, a, many[i]);
     CHECK_OK(cumoe_buffer_record_use(a, many[i]));
-    CHECK_OK(cumoe_fill(context, cumoe_buffer_view_mut(a), 1, many[i]));
+    fill_on(u, a, many[i]);
     if (i % 2 == 0) CHECK_OK(cumoe_buffer_record_use(a, many[i]));
-    CHECK_OK(cumoe_synchronize(context, many[i]));
+    CHECK_OK(cumoe_synchronize(u->context, many[i]));
   }
   CHECK_OK(cumoe_buffer_free(&a));
   CHECK_TOLD(5, "cumoe_fill", "without cumoe_buffer_record_use");
-  stop_listening();
-  for (int i = 0; i < 10; i++) end_stream(device, many[i]);
+  for (int i = 0; i < 10; i++) end_stream(u->device, many[i]);
   case_end();
+}
+
+static void use_refused(const uses *u)
+{
   case_begin("a refused call is no use");
   listen_to();
-  CHECK_OK(cumoe_buffer_alloc(context, CUMOE_F32, 4, 4, home, &a));
+  cumoe_buffer a = at_home(u);
   cumoe_view_mut v = cumoe_buffer_view_mut(a);
   v.rows = 5;
-  CHECK_STATUS(CUMOE_ERR_OUT_OF_BOUNDS, cumoe_fill(context, v, 1, other));
+  CHECK_STATUS(CUMOE_ERR_OUT_OF_BOUNDS, cumoe_fill(u->context, v, 1, u->other));
   CHECK_OK(cumoe_buffer_free(&a));
   CHECK_MSG(heard.count == 0, "%s", heard.text[0]);
-  stop_listening();
   case_end();
-  close_context(context);
-  end_stream(device, home), end_stream(device, other), end_stream(device, third);
+}
+
+static void test_uses(cumoe_context given)
+{
+  const int32_t device = device_of(given);
+  const uses u = {device, open_at(device, 1), make_stream(device, 1), make_stream(device, 2), make_stream(device, 3)};
+  use_at_home(&u);
+  use_unrecorded(&u);
+  use_recorded(&u);
+  use_on_many(&u);
+  use_refused(&u);
+  stop_listening();
+  close_context(u.context);
+  end_stream(device, u.home), end_stream(device, u.other), end_stream(device, u.third);
 }
 
 /* A whole layer on a foreign stream: the stages know their stream, too. */

@@ -137,6 +137,80 @@ static void engine_free(void *user, void *data, size_t bytes, cumoe_stream strea
   e->last_stream = stream;
 }
 
+static void allocator_grants(cumoe_context context, engine *e)
+{
+  const size_t zones = has_zones() ? 512 : 0, granted = zones ? 1024 : 500;
+  cumoe_buffer a = {0};
+  unsigned char host[500];
+  case_begin("allocates and frees");
+  CHECK_OK(cumoe_buffer_alloc(context, CUMOE_U8, 5, 100, NULL, &a));
+  CHECK(e->asked == 1 && e->last_bytes == granted);
+  CHECK((char *)cumoe_buffer_view(a).data == e->arena + zones / 2);
+  CHECK_OK(cumoe_fill(context, cumoe_buffer_view_mut(a), 9, NULL));
+  CHECK_OK(cumoe_copy_to_host(context, host, 500, cumoe_buffer_view(a), NULL));
+  CHECK_OK(cumoe_synchronize(context, NULL));
+  CHECK(host[0] == 9 && host[499] == 9);
+  cumoe_pool_stats s = stats_of(context);
+  CHECK(s.used == 512 + zones && s.reserved == s.used && s.live == 1);
+  CHECK_OK(cumoe_buffer_free(&a));
+  CHECK(e->freed == 1 && e->last == e->arena && e->freed_bytes == granted && stats_of(context).used == 0);
+  CHECK_OK(cumoe_buffer_alloc(context, CUMOE_U8, 0, 100, NULL, &a)); /* asks for nothing */
+  CHECK_OK(cumoe_buffer_free(&a));
+  CHECK(e->asked == 1 && e->freed == 1);
+  case_end();
+}
+
+static void allocator_refuses(cumoe_context context, engine *e)
+{
+  cumoe_buffer a = {0};
+  case_begin("asked again after a wait");
+  e->refusals = 1;
+  CHECK_OK(cumoe_buffer_alloc(context, CUMOE_U8, 1, 100, NULL, &a));
+  CHECK(e->asked == 3 && stats_of(context).oom_retries == 1);
+  CHECK_OK(cumoe_buffer_free(&a));
+  e->refusals = 2;
+  CHECK_STATUS(CUMOE_ERR_OUT_OF_MEMORY, cumoe_buffer_alloc(context, CUMOE_U8, 1, 100, NULL, &a));
+  CHECK_TEXT("allocator engine: 2");
+  CHECK(a.id == 0 && e->asked == 5 && stats_of(context).used == 0 && stats_of(context).live == 0);
+  CHECK_STATUS(CUMOE_ERR_OUT_OF_MEMORY, cumoe_buffer_alloc(context, CUMOE_U8, ARENA, 2, NULL, &a));
+  case_end();
+}
+
+static void allocator_errs(cumoe_context context, engine *e)
+{
+  const int freed = e->freed;
+  cumoe_buffer a = {0};
+  case_begin("gives what it must not");
+  e->misalign = 1;
+  CHECK_STATUS(CUMOE_ERR_MISALIGNED, cumoe_buffer_alloc(context, CUMOE_U8, 1, 100, NULL, &a));
+  CHECK_TEXT("256 bytes");
+  CHECK(e->freed == freed + 1);
+  e->misalign = -1;
+  CHECK_STATUS(CUMOE_ERR_MISALIGNED, cumoe_buffer_alloc(context, CUMOE_U8, 1, 100, NULL, &a));
+  CHECK(e->freed == freed + 1 && stats_of(context).used == 0);
+  e->misalign = 0;
+  case_end();
+}
+
+/* Ends the context. */
+static void allocator_ends(cumoe_context context, engine *e, int32_t device)
+{
+  const int freed = e->freed;
+  cumoe_buffer a = {0}, b = {0};
+  void *back = NULL;
+  case_begin("released, granted, left over");
+  CHECK_OK(cumoe_buffer_alloc(context, CUMOE_U8, 1, 100, NULL, &a));
+  CHECK_OK(cumoe_buffer_release(&a, &back));
+  CHECK(e->freed == freed + (has_zones() ? 1 : 0) && (char *)back >= e->arena && (char *)back < e->arena + ARENA);
+  CHECK_STATUS(CUMOE_ERR_NOT_SUPPORTED, cumoe_pool_allow_peer(context, device == 1 ? 0 : 1));
+  CHECK_OK(cumoe_pool_trim(context, 0));
+  CHECK_OK(cumoe_buffer_alloc(context, CUMOE_U8, 1, 100, NULL, &b));
+  const int before = e->freed;
+  CHECK_OK(cumoe_context_destroy(context));
+  CHECK(e->freed == before + 1 && e->last_stream == NULL);
+  case_end();
+}
+
 static void test_allocator(cumoe_context given)
 {
   const int32_t device = device_of(given);
@@ -145,64 +219,15 @@ static void test_allocator(cumoe_context given)
       .size = sizeof allocator, .alloc = engine_alloc, .free = engine_free, .user = &e, .name = "engine"};
   const cumoe_context_config config = {.size = sizeof config, .allocator = &allocator};
   cumoe_context context = NULL;
-  cumoe_buffer a = {0}, b = {0};
-  unsigned char host[500];
-  void *back = NULL;
   if (device == CUMOE_DEVICE_CPU)
     e.arena = aligned_alloc(4096, ARENA);
   else
     CHECK_CUDA(cudaMalloc((void **)&e.arena, ARENA));
-  const size_t zones = has_zones() ? 512 : 0, granted = zones ? 1024 : 500;
   CHECK_OK(cumoe_context_create(device, &config, &context));
-  case_begin("allocates and frees");
-  CHECK_OK(cumoe_buffer_alloc(context, CUMOE_U8, 5, 100, NULL, &a));
-  CHECK(e.asked == 1 && e.last_bytes == granted);
-  CHECK((char *)cumoe_buffer_view(a).data == e.arena + zones / 2);
-  CHECK_OK(cumoe_fill(context, cumoe_buffer_view_mut(a), 9, NULL));
-  CHECK_OK(cumoe_copy_to_host(context, host, 500, cumoe_buffer_view(a), NULL));
-  CHECK_OK(cumoe_synchronize(context, NULL));
-  CHECK(host[0] == 9 && host[499] == 9);
-  cumoe_pool_stats s = stats_of(context);
-  CHECK(s.used == 512 + zones && s.reserved == s.used && s.live == 1);
-  CHECK_OK(cumoe_buffer_free(&a));
-  CHECK(e.freed == 1 && e.last == e.arena && e.freed_bytes == granted && stats_of(context).used == 0);
-  CHECK_OK(cumoe_buffer_alloc(context, CUMOE_U8, 0, 100, NULL, &a)); /* asks for nothing */
-  CHECK_OK(cumoe_buffer_free(&a));
-  CHECK(e.asked == 1 && e.freed == 1);
-  case_end();
-  case_begin("asked again after a wait");
-  e.refusals = 1;
-  CHECK_OK(cumoe_buffer_alloc(context, CUMOE_U8, 1, 100, NULL, &a));
-  CHECK(e.asked == 3 && stats_of(context).oom_retries == 1);
-  CHECK_OK(cumoe_buffer_free(&a));
-  e.refusals = 2;
-  CHECK_STATUS(CUMOE_ERR_OUT_OF_MEMORY, cumoe_buffer_alloc(context, CUMOE_U8, 1, 100, NULL, &a));
-  CHECK_TEXT("allocator engine: 2");
-  CHECK(a.id == 0 && e.asked == 5 && stats_of(context).used == 0 && stats_of(context).live == 0);
-  CHECK_STATUS(CUMOE_ERR_OUT_OF_MEMORY, cumoe_buffer_alloc(context, CUMOE_U8, ARENA, 2, NULL, &a));
-  case_end();
-  case_begin("gives what it must not");
-  e.misalign = 1;
-  const int freed = e.freed;
-  CHECK_STATUS(CUMOE_ERR_MISALIGNED, cumoe_buffer_alloc(context, CUMOE_U8, 1, 100, NULL, &a));
-  CHECK_TEXT("256 bytes");
-  CHECK(e.freed == freed + 1);
-  e.misalign = -1;
-  CHECK_STATUS(CUMOE_ERR_MISALIGNED, cumoe_buffer_alloc(context, CUMOE_U8, 1, 100, NULL, &a));
-  CHECK(e.freed == freed + 1 && stats_of(context).used == 0);
-  e.misalign = 0;
-  case_end();
-  case_begin("released, granted, left over");
-  CHECK_OK(cumoe_buffer_alloc(context, CUMOE_U8, 1, 100, NULL, &a));
-  CHECK_OK(cumoe_buffer_release(&a, &back));
-  CHECK(e.freed == freed + 1 + (has_zones() ? 1 : 0) && (char *)back >= e.arena && (char *)back < e.arena + ARENA);
-  CHECK_STATUS(CUMOE_ERR_NOT_SUPPORTED, cumoe_pool_allow_peer(context, device == 1 ? 0 : 1));
-  CHECK_OK(cumoe_pool_trim(context, 0));
-  CHECK_OK(cumoe_buffer_alloc(context, CUMOE_U8, 1, 100, NULL, &b));
-  const int before = e.freed;
-  CHECK_OK(cumoe_context_destroy(context));
-  CHECK(e.freed == before + 1 && e.last_stream == NULL);
-  case_end();
+  allocator_grants(context, &e);
+  allocator_refuses(context, &e);
+  allocator_errs(context, &e);
+  allocator_ends(context, &e, device);
   if (device == CUMOE_DEVICE_CPU)
     free(e.arena);
   else

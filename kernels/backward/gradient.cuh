@@ -286,12 +286,12 @@ template <class S, int BOXES> struct gather_lane {
     return row < g.map.rows_cap ? load_relaxed(g.row_token + row) : -1;
   }
 
-  /* Rows from `row` on of those whose tokens the lanes have. WHOLE: all boxes have columns; else `left` are there from
-   * this lane's first one on. */
+  /* A stage's rows from `row` on, of those whose tokens the lanes have. WHOLE: all boxes have columns; else `left` are
+   * there from this lane's first one on. */
   template <bool WHOLE>
-  DEVICE static void copy(uint32_t to, const typename S::X *from, int32_t ld, int32_t tokens, int row, int32_t left)
+  DEVICE static void copy(uint32_t stage, const typename S::X *from, int32_t ld, int32_t tokens, int row, int32_t left)
   {
-    to += (row + first()) * 128 + (vector() ^ first() % 8) * 16;
+    const uint32_t to = stage + (row + first()) * 128 + (vector() ^ first() % 8) * 16;
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
       const int32_t token = __shfl_sync(ALL_LANES, tokens, row + first() + i), bytes = token < 0 ? 0 : 16;
@@ -338,11 +338,9 @@ template <class S, bool OF_P> DEVICE void gather_operand(const weight_gradient_s
           next = lane::token(g, rows.first + (row + lane::ROWS < S::BK ? step * S::BK + row + lane::ROWS
                                                                        : (step + S::GATHERERS) * S::BK));
         if (whole)
-          lane::template copy<true>(stage + row / WARP_SIZE * WARP_SIZE * 128, base, (int32_t)from.ld, tokens,
-                                    row % WARP_SIZE, 0);
+          lane::template copy<true>(stage, base, (int32_t)from.ld, tokens, row, 0);
         else
-          lane::template copy<false>(stage + row / WARP_SIZE * WARP_SIZE * 128, base, (int32_t)from.ld, tokens,
-                                     row % WARP_SIZE, end - column);
+          lane::template copy<false>(stage, base, (int32_t)from.ld, tokens, row, end - column);
       }
       cp_async_mbarrier_arrive_noinc(&smem.full[at.stage]);
 #pragma unroll

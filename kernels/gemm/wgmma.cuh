@@ -52,7 +52,6 @@ struct wgmma_shape : pipeline_shape<PRODUCT, BM, BN, BK, STAGES, WARPS> {
   /* Whether rows of A are anywhere, as the route says, or one after another. */
   DEVICE static bool gathers(const gemm_args &args)
   {
-    if (PRODUCT::ACTIVATES) return args.row_pair;
     return GATHERED && args.row_pair && !args.packed && !args.protocol.x_copy;
   }
 };

@@ -15,6 +15,7 @@ backward sm_80 -
 backward sm_90 - kernels of gradients
 backward sm_90 - kernels that keep
 backward sm_90 - kernels that draw
+backward sm_90 - captured
 attention sm_80 -
 attention sm_90 - shapes
 train sm_80 -

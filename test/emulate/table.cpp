@@ -64,9 +64,17 @@ template <> struct with_maps<weight_gradient_args> {
 #define MOVE_WITH(name, TAKES) extern "C" void name(const TAKES, const ep_args);
 #include "ep/moves.def"
 
+/* Of a captured launch they lie where the graph keeps them, not aligned as tensor maps want. */
+template <class A> static A copy_of(const void *args)
+{
+  A copy;
+  memcpy(&copy, args, sizeof copy);
+  return copy;
+}
+
 template <auto KERNEL, class A> static void call(const void *args)
 {
-  KERNEL(*static_cast<const A *>(args));
+  KERNEL(copy_of<A>(args));
 }
 
 template <class A> struct both {
@@ -75,8 +83,8 @@ template <class A> struct both {
 };
 template <auto KERNEL, class A> static void call_with(const void *args)
 {
-  const both<A> *b = static_cast<const both<A> *>(args);
-  KERNEL(b->of, b->a);
+  const auto b = copy_of<both<A>>(args);
+  KERNEL(b.of, b.a);
 }
 
 #define TEXT(name)  TEXT_(name)
