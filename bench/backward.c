@@ -7,7 +7,7 @@
  *
  *   lib/bench/backward [--quick | --once] [--apart] [--whole] [--most TOKENS] [model ...]
  *   --quick: short samples; --whole: the layer's ways alone, not their parts, nor `dense`; --once: one call, for a
- *   profiler; --apart: replays one at a time, both ways first, as the peer's are timed. Those in a row take 1 to 2 %
+ *   profiler; --apart: replays one at a time, behind a pause, as the peers' are timed. Those in a row take 1 to 2 %
  *   more both ways, forward up to 12 %: the GPU's power is the limit.
  */
 #include "bench.h"

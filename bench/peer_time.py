@@ -1,5 +1,6 @@
 """How the peers of bench/attention_peer.py and bench/backward_peer.py are timed."""
 import statistics
+import time
 
 import torch
 
@@ -25,6 +26,7 @@ def median_us(call, rounds, places=1, side=None, graph=True):
     torch.cuda.empty_cache()  # a graph has memory of its own
     run = captured(call, places, side) if graph else lambda: [call(place) for place in range(places)]
     times = []
+    time.sleep(0.5)  # the GPU cools: all begin alike
     with torch.cuda.stream(side):
         run()
         for _ in range(rounds):

@@ -78,17 +78,15 @@ static cumoe_status prepare(bench *b, const work *w, int32_t inputs, const cudaE
   double us;
   TRY(estimate(b, w, inputs, events, &us));
   /* Short calls fill a graph of eight, so that the gap between two graphs does not count as theirs. */
-  r->calls = b->o.apart ? 1 : us * MAX_INPUTS > 4000 ? inputs : MAX_INPUTS;
-  const double wanted = b->o.apart ? 1 : least / (us * r->calls) + 1;
+  r->calls = us * MAX_INPUTS > 4000 ? inputs : MAX_INPUTS;
+  const double wanted = least / (us * r->calls) + 1;
   r->repeats = wanted > MAX_REPEATS ? MAX_REPEATS : (int32_t)wanted;
   return capture(b, w, inputs, r);
 }
 
-/* The untimed replay in front lets the host run ahead of the device; apart, there is one before all samples alone. */
 static cumoe_status sample(bench *b, replay *r, int32_t number, const cudaEvent_t events[2], clock_state *clocks)
 {
   double us;
-  if (!b->o.apart || number == 0) TRY_CUDA(b, cudaGraphLaunch(r->exec, b->stream));
   TRY_CUDA(b, cudaEventRecord(events[0], b->stream));
   for (int32_t i = 0; i < r->repeats; ++i) TRY_CUDA(b, cudaGraphLaunch(r->exec, b->stream));
   TRY_CUDA(b, cudaEventRecord(events[1], b->stream));
@@ -114,24 +112,57 @@ static cumoe_status give_up(replay *r)
   return CUMOE_OK;
 }
 
+/* All works in turn, so that what changes meanwhile meets all alike. The untimed replay in front of a sample lets the
+ * host run ahead of the device. */
+static cumoe_status measure_in_turn(bench *b, const work *works, int32_t count, int32_t inputs,
+                                    const cudaEvent_t events[2], replay *replays, clock_state *clocks)
+{
+  const int32_t samples = effort_of(b).samples;
+  for (int32_t i = 0; i < count; ++i) {
+    const cumoe_status status = works[i].user ? prepare(b, &works[i], inputs, events, &replays[i]) : CUMOE_OK;
+    TRY(works[i].optional && status != CUMOE_OK ? give_up(&replays[i]) : status);
+  }
+  for (int32_t n = 0; n < samples * count; ++n) {
+    const int32_t s = n / count, i = n % count;
+    if (!replays[i].exec) continue;
+    TRY_CUDA(b, cudaGraphLaunch(replays[i].exec, b->stream));
+    TRY(sample(b, &replays[i], s, events, i == 0 && s == samples - 1 ? clocks : NULL));
+  }
+  return CUMOE_OK;
+}
+
+/* One work after the other, each behind a pause, in which the GPU cools: single calls, as peer_time.py has them. */
+static cumoe_status measure_apart(bench *b, const work *works, int32_t count, const cudaEvent_t events[2],
+                                  replay *replays, clock_state *clocks)
+{
+  const struct timespec pause = {0, 500000000};
+  for (int32_t i = 0; i < count; ++i) {
+    replay *r = &replays[i];
+    double us;
+    if (!works[i].user) continue;
+    r->calls = r->repeats = 1;
+    cumoe_status status = estimate(b, &works[i], 1, events, &us);
+    if (status == CUMOE_OK) status = capture(b, &works[i], 1, r);
+    if (works[i].optional && status != CUMOE_OK) status = give_up(r);
+    TRY(status);
+    if (!r->exec) continue;
+    nanosleep(&pause, NULL);
+    TRY_CUDA(b, cudaGraphLaunch(r->exec, b->stream));
+    for (int32_t s = 0; s < effort_of(b).samples; ++s) TRY(sample(b, r, s, events, i == 0 ? clocks : NULL));
+  }
+  return CUMOE_OK;
+}
+
 static cumoe_status measure_replays(bench *b, const work *works, int32_t count, int32_t inputs, replay *replays,
                                     timing *timings, clock_state *clocks)
 {
-  const int32_t samples = effort_of(b).samples;
   cudaEvent_t events[2];
   TRY_CUDA(b, cudaEventCreate(&events[0]));
   TRY_CUDA(b, cudaEventCreate(&events[1]));
-  cumoe_status status = CUMOE_OK;
-  for (int32_t i = 0; i < count && status == CUMOE_OK; ++i) {
-    if (works[i].user) status = prepare(b, &works[i], inputs, events, &replays[i]);
-    if (works[i].optional && status != CUMOE_OK) status = give_up(&replays[i]);
-  }
-  for (int32_t n = 0; n < samples * count && status == CUMOE_OK; ++n) {
-    const int32_t s = b->o.apart ? n % samples : n / count, i = b->o.apart ? n / samples : n % count;
-    if (replays[i].exec) status = sample(b, &replays[i], s, events, i == 0 && s == samples - 1 ? clocks : NULL);
-  }
+  const cumoe_status status = b->o.apart ? measure_apart(b, works, count, events, replays, clocks)
+                                         : measure_in_turn(b, works, count, inputs, events, replays, clocks);
   for (int32_t i = 0; i < count && status == CUMOE_OK; ++i)
-    if (replays[i].exec) timings[i] = summary(replays[i].samples, samples);
+    if (replays[i].exec) timings[i] = summary(replays[i].samples, effort_of(b).samples);
   cudaEventDestroy(events[0]);
   cudaEventDestroy(events[1]);
   return status;
