@@ -51,4 +51,5 @@ def main():
             backward(tokens)
 
 
-main()
+if __name__ == "__main__":
+    main()
