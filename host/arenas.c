@@ -355,10 +355,10 @@ static cumoe_status new_letters(int32_t ranks, letter **letters)
 static cumoe_status end_arenas(void *object)
 {
   arenas *a = object;
-  const cumoe_status all[] = {close_others(a), drop_own(a), mail_close(a)};
+  const cumoe_status others = close_others(a), own = drop_own(a), mail = mail_close(a); /* in this order */
   free(a->letters);
   free(a);
-  return all[0] != CUMOE_OK ? all[0] : all[1] != CUMOE_OK ? all[1] : all[2];
+  return others != CUMOE_OK ? others : own != CUMOE_OK ? own : mail;
 }
 
 static cumoe_status end_all(struct context *context)

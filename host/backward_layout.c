@@ -77,14 +77,6 @@ int32_t part_runs_of(const struct plan *plan, int64_t tokens)
   return (int32_t)min64(min64(ceil_div(tokens, RUN), fill > 1 ? fill : 1), MOST);
 }
 
-/* The map's histograms, of as many chunks as any number of pairs up to this one is cut into: so a workspace for more
- * tokens is never smaller. */
-static size_t carve_hist(carver *c, const cumoe_moe_desc *d, int64_t pairs)
-{
-  const int64_t chunks = pairs > MAP_UNIT ? min64(ceil_div(pairs, MAP_UNIT), MAP_MOST_CHUNKS) : 0;
-  return carve(c, chunks, d->local_experts, 4);
-}
-
 cumoe_status lay_out_scratch(const char *name, const struct plan *plan, int64_t tokens, bool kept, scratch_layout *at)
 {
   const cumoe_moe_desc *d = &plan->desc;
@@ -117,7 +109,7 @@ cumoe_status lay_out_scratch(const char *name, const struct plan *plan, int64_t 
   at->runs_offsets = carve(&c, 1, runs + 1, 4);
   at->runs_sums = carve(&c, max64(whole_runs > 1 ? whole_runs : 0, 2 * (int64_t)part_runs), experts * d->hidden, 4);
   at->parts = carve(&c, parts ? tokens : 0, 2 * experts, 2);
-  if (!kept) at->hist = carve_hist(&c, d, pairs);
+  if (!kept) at->hist = carve(&c, map_room(pairs), d->local_experts, 4);
   at->kept = carve(&c, 1, kept ? 0 : (int64_t)keeps.bytes, 1);
   at->bytes = c.at;
   return check_carved(name, &c, tokens);

@@ -4,6 +4,7 @@
 #include "buffer.h"
 #include "carve.h"
 #include "dispatch.h"
+#include "memory.h"
 #include "route.h"
 
 static cumoe_status check_backward_flags(uint32_t flags)
@@ -88,13 +89,22 @@ static cumoe_status check_gate_backward(struct context *context, const cumoe_gat
   return check_gate_overlaps(a);
 }
 
+/* Sums of what d_weights have left of each pair: without them nothing has come from the experts. */
+static cumoe_status run_gate_scale(struct context *context, const gate_backward_args *a, cumoe_stream stream)
+{
+  const size_t bytes = (size_t)(a->g.experts + a->g.always) * sizeof *a->d_expert_scale;
+  if (!a->d_expert_scale) return CUMOE_OK;
+  if (a->d_weights) return dispatch(context, OP_gate_scale, a, stream);
+  return a->accumulates ? CUMOE_OK : memory_fill(context, a->d_expert_scale, bytes, 0, bytes, 1, stream);
+}
+
 cumoe_status run_gate_backward(struct context *context, const gate_backward_args *a, cumoe_stream stream)
 {
   gate_backward_args rest = *a;
   rest.beside = 0;
   if (a->balance != 0) TRY(dispatch(context, OP_gate_count, &rest, stream));
   TRY(dispatch(context, OP_gate_backward, a->balance != 0 ? &rest : a, stream));
-  if (a->d_expert_scale) TRY(dispatch(context, OP_gate_scale, &rest, stream));
+  TRY(run_gate_scale(context, &rest, stream));
   return a->losses ? dispatch(context, OP_gate_loss, &rest, stream) : CUMOE_OK;
 }
 

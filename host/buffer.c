@@ -409,7 +409,8 @@ cumoe_status check_owner(struct context *context, const char *what, const cumoe_
   REQUIRE(cumoe_dtype_bytes((cumoe_dtype)v->dtype), CUMOE_ERR_WRONG_DTYPE, "%s.dtype is %d, not a cumoe_dtype", what,
           (int)v->dtype);
   REQUIRE(v->rows >= 0 && v->cols >= 0 && v->ld >= v->cols, CUMOE_ERR_INVALID_ARGUMENT,
-          "%s is [%lld, %lld] with ld %lld", what, (long long)v->rows, (long long)v->cols, (long long)v->ld);
+          "%s is [%lld, %lld] with ld %lld: none may be negative, nor ld less than the columns", what,
+          (long long)v->rows, (long long)v->cols, (long long)v->ld);
   REQUIRE(v->rows == 0 || v->cols == 0 || within(v, &r), CUMOE_ERR_OUT_OF_BOUNDS,
           "%s [%lld, %lld] with ld %lld is not within its buffer of %zu bytes", what, (long long)v->rows,
           (long long)v->cols, (long long)v->ld, r.bytes);

@@ -339,7 +339,8 @@ static cumoe_status check_shape(const cumoe_moe_desc *d)
   REQUIRE(d->routing.zero_experts >= 0 && d->routing.zero_experts <= CUMOE_MAX_EXPERTS &&
               d->routing.identity_experts >= 0 && d->routing.identity_experts <= CUMOE_MAX_EXPERTS &&
               router_experts(d) <= CUMOE_MAX_EXPERTS,
-          CUMOE_ERR_INVALID_ARGUMENT, "desc: num_experts + zero_experts %d + identity_experts %d, must be at most %d",
+          CUMOE_ERR_INVALID_ARGUMENT,
+          "desc.routing: zero_experts is %d, identity_experts %d: must not be negative, with num_experts at most %d",
           (int)d->routing.zero_experts, (int)d->routing.identity_experts, CUMOE_MAX_EXPERTS);
   return CUMOE_OK;
 }
@@ -399,7 +400,8 @@ cumoe_status check_moe_desc(const cumoe_moe_desc *from, cumoe_moe_desc *d)
 cumoe_view unless_in_place(cumoe_view residual, cumoe_view_mut out)
 {
   const cumoe_view nothing = {0};
-  return residual.data == out.data && residual.ld == out.ld && residual.rows == out.rows ? nothing : residual;
+  const bool same_ld = residual.ld == out.ld || out.rows <= 1;
+  return residual.data == out.data && same_ld && residual.rows == out.rows ? nothing : residual;
 }
 
 cumoe_status check_timeout(const char *name, int64_t *timeout_ns)

@@ -294,6 +294,11 @@ map_chunks map_chunking(int64_t pairs)
   return (map_chunks){(int32_t)ceil_div(pairs, chunk_pairs), (int32_t)chunk_pairs};
 }
 
+int64_t map_room(int64_t pairs)
+{
+  return pairs > MAP_UNIT ? min64(ceil_div(pairs, MAP_UNIT), MAP_MOST_CHUNKS) : 0;
+}
+
 /* CTAs that the GPU holds at once. */
 static int64_t resident(const machine *m, const variant *v)
 {

@@ -85,6 +85,7 @@ typedef struct map_chunks {
 } map_chunks;
 enum { MAP_UNIT = 1024, MAP_MOST_CHUNKS = 256 };
 map_chunks map_chunking(int64_t pairs);
+int64_t map_room(int64_t pairs); /* chunks of the finest cut, 0 of one CTA: so more tokens never need less room */
 
 static inline int64_t ceil_div(int64_t a, int64_t b)
 {

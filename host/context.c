@@ -546,7 +546,8 @@ static cumoe_status check_config(const cumoe_context_config *from, cumoe_context
   memory_pool unused = {.cuda = NULL};
   *to = (cumoe_context_config){.size = sizeof *to};
   if (from != NULL) TRY(take_struct("config", from, to));
-  REQUIRE(to->cpu_threads >= 0, CUMOE_ERR_INVALID_ARGUMENT, "config.cpu_threads is %d", (int)to->cpu_threads);
+  REQUIRE(to->cpu_threads >= 0, CUMOE_ERR_INVALID_ARGUMENT, "config.cpu_threads is %d, must be 0 (one a core) or more",
+          (int)to->cpu_threads);
   REQUIRE(to->reserved == 0, CUMOE_ERR_INVALID_ARGUMENT, "config.reserved is %d, must be 0", (int)to->reserved);
   TRY(pool_configure(&unused, to));
   return choose_debug_level(to->debug, &to->debug);

@@ -95,6 +95,9 @@ static cumoe_status check_ep_layer(const ep_call *c)
   TRY(check_off_weights(&arena, 1, "weights", with.weights));
   if (with.shared) TRY(check_off_weights(&arena, 1, "args.shared", with.shared));
   TRY(check_workspace_view(g->context, "args.workspace", cumoe_const(a.workspace), c->at.bytes));
+  TRY(check_off_arena(c));
+  const named_view views[] = {LAYER_OUTPUTS(&a), {"args.placement", c->args.placement}};
+  TRY(check_overlaps(views, 6, 7));
   return check_layer_overlaps(&a, &with);
 }
 
@@ -119,8 +122,7 @@ static cumoe_status check_call(ep_call *c)
           "args.lane is %d, must be 0 .. lanes - 1 = %d", (int)c->args.lane, (int)c->g->shape.lanes - 1);
   TRY(check_placement(c));
   TRY(check_ep_layer(c));
-  TRY(check_rounds(c));
-  return check_off_arena(c);
+  return check_rounds(c);
 }
 
 /* ---- calls ---- */

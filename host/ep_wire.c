@@ -93,7 +93,7 @@ void wire_give_up(const group *g, uint64_t word)
     return;
   }
   for (int32_t r = 0; r < g->shape.ranks; r++)
-    if (r != g->rank || (wire_load(g, g->at.abort, &own) == CUMOE_OK && own == 0))
+    if (r != g->rank || (wire_load(g, g->at.abort, &own) == CUMOE_OK && !ep_heeded(&g->ways, own)))
       CUMOE_IGNORE(wire_store(g, r, g->at.abort, word));
 }
 

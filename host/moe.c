@@ -255,7 +255,8 @@ cumoe_status check_layer_operands(const struct plan *plan, cumoe_weights weights
   *with = (layer_operands){.plan = plan};
   const cumoe_moe_desc *d = &plan->desc;
   TRY(find_weights("weights", weights, plan, false, &with->weights));
-  REQUIRE(a->flags == 0 && a->reserved == 0, CUMOE_ERR_INVALID_ARGUMENT, "args.flags and args.reserved must be 0");
+  REQUIRE(a->flags == 0, CUMOE_ERR_INVALID_ARGUMENT, "args.flags is %#x, must be 0", (unsigned)a->flags);
+  REQUIRE(a->reserved == 0, CUMOE_ERR_INVALID_ARGUMENT, "args.reserved is %d, must be 0", (int)a->reserved);
   TRY(check_tokens("args.x.rows", a->x.rows, 0, d->routing.top_k));
   const operand x = {"args.x", a->x.rows, d->hidden, DTYPE_BIT(d->dtype), 16},
                 device_tokens = {"args.device_tokens", 1, 1, DTYPE_BIT(CUMOE_I32), 0};

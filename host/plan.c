@@ -639,8 +639,6 @@ bool plan_workspace_layout(const cumoe_moe_desc *d, int64_t tokens, workspace_la
   if (tokens == 0) return true;
   const int64_t k = d->routing.top_k, pairs = tokens * k;
   const size_t element = cumoe_dtype_bytes((cumoe_dtype)d->dtype);
-  /* by the finest chunking, so that more tokens never need less */
-  const int64_t hist_chunks = pairs > MAP_UNIT ? min64(ceil_div(pairs, MAP_UNIT), MAP_MOST_CHUNKS) : 0;
   w->logits = carve(&c, tokens, router_experts(d), 4);
   w->ids = carve(&c, tokens, k, 4);
   w->weights = carve(&c, tokens, k, 4);
@@ -648,7 +646,7 @@ bool plan_workspace_layout(const cumoe_moe_desc *d, int64_t tokens, workspace_la
   w->offsets = carve(&c, 1, d->local_experts + 1, 4);
   w->row_pair = carve(&c, pairs, 1, 4);
   w->slot_row = carve(&c, pairs, 1, 4);
-  w->hist = carve(&c, hist_chunks, d->local_experts, 4);
+  w->hist = carve(&c, map_room(pairs), d->local_experts, 4);
   w->progress = carve(&c, 1, PROGRESS_WORDS(pairs, d->local_experts), 4);
   w->h = carve(&c, pairs, d->inter, element);
   w->few_words = carve(&c, 1, FEW_BYTES(min64(pairs, FEW_PAIRS(FEW_TOKENS))), 1);

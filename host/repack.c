@@ -236,7 +236,7 @@ static cumoe_status check_repack(struct context *context, const cumoe_repack_arg
 {
   const cumoe_format *f = &a->format;
   const bool in_out = a->major == CUMOE_IN_OUT;
-  const operand codes = codes_of(a), room = {"to", 1, to.cols, DTYPE_BIT(CUMOE_U8), ROOM_ALIGN};
+  const operand codes = codes_of(a);
   const operand scale = stack_of("args.scale", a->experts, in_out ? r->groups : r->scale_rows,
                                  in_out ? r->scale_rows : r->groups, scale_bits(f)),
                 zero = stack_of("args.zero", a->experts, in_out ? r->groups : a->out / 8,
@@ -247,9 +247,7 @@ static cumoe_status check_repack(struct context *context, const cumoe_repack_arg
               : check_operand(context, &scale, a->scale));
   TRY(f->zero ? check_operand(context, &zero, a->zero) : check_absent("args.zero", a->zero, "the format has none"));
   TRY(check_optional(context, &order, a->order));
-  TRY(check_operand(context, &room, cumoe_const(to)));
-  REQUIRE(to.cols >= a->experts * r->bytes, CUMOE_ERR_WORKSPACE, "to has %lld bytes, %lld are needed",
-          (long long)to.cols, (long long)(a->experts * r->bytes));
+  TRY(check_workspace_view(context, "to", cumoe_const(to), (size_t)(a->experts * r->bytes)));
   to.cols = a->experts * r->bytes;
   const named_view views[] = {{"to", cumoe_const(to)},
                               {"args.codes", a->codes},

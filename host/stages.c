@@ -201,7 +201,7 @@ cumoe_status cumoe_map_workspace(cumoe_plan handle, int64_t tokens, size_t *byte
   TRY(find_plan(handle, &plan));
   REQUIRE(bytes, CUMOE_ERR_INVALID_ARGUMENT, "bytes is null");
   TRY(check_tokens("tokens", tokens, 0, plan->desc.routing.top_k));
-  *bytes = hist_bytes(plan, tokens);
+  *bytes = (size_t)map_room(tokens * plan->desc.routing.top_k) * (size_t)plan->desc.local_experts * 4;
   return CUMOE_OK;
 }
 

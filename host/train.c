@@ -4,6 +4,8 @@
 #include "dispatch.h"
 #include "../include/cumoe/train.h"
 
+#include <stdio.h>
+
 _Static_assert((int)FAULT_TOKEN_ID == (int)CUMOE_FAULT_TOKEN_ID && (int)FAULT_SEQUENCE == (int)CUMOE_FAULT_SEQUENCE,
                "kernels/train.h has other codes");
 
@@ -383,7 +385,9 @@ static cumoe_status count_runs(struct context *context, const cumoe_view *gradie
           (long long)count);
   *runs = 0;
   for (int64_t i = 0; i < count; i++) {
-    TRY(check_input(context, "gradients", gradients[i]));
+    char name[32];
+    (void)snprintf(name, sizeof name, "gradients[%lld]", (long long)i);
+    TRY(check_input(context, name, gradients[i]));
     REQUIRE(!__builtin_add_overflow(*runs, gradients[i].rows * RUNS_IN_ROW(gradients[i].cols), runs) &&
                 *runs < (int64_t)1 << 43,
             CUMOE_ERR_INVALID_ARGUMENT, "gradients are larger than an address space");

@@ -187,12 +187,25 @@ cumoe_status check_off_weights(const named_view *outputs, int count, const char 
   return CUMOE_OK;
 }
 
-/* Of one part, whose matrices are in order, neighbours are enough. */
-static bool part_lies_over(const bound_part *p, const bound_part *other)
+/* Its matrices are in order: of most only the next one begins before they end, if that. */
+static bool lies_over_itself(const bound_part *p)
 {
   for (int32_t i = 0; i < p->count; ++i) {
-    const span matrix = matrix_of(p, i), next = p == other && i + 1 < p->count ? matrix_of(p, i + 1) : (span){0};
-    if (p == other ? spans_overlap(&matrix, &next) : lies_over(&matrix, other)) return true;
+    const span matrix = matrix_of(p, i);
+    for (int32_t j = i + 1; j < p->count && begin_of(p, j) < matrix.end; ++j) {
+      const span later = matrix_of(p, j);
+      if (spans_overlap(&matrix, &later)) return true;
+    }
+  }
+  return false;
+}
+
+static bool part_lies_over(const bound_part *p, const bound_part *other)
+{
+  if (p == other) return lies_over_itself(p);
+  for (int32_t i = 0; i < p->count; ++i) {
+    const span matrix = matrix_of(p, i);
+    if (lies_over(&matrix, other)) return true;
   }
   return false;
 }

@@ -65,6 +65,8 @@ static cumoe_status check_array(struct context *context, cumoe_array p, array_sh
   const uint32_t element = (uint32_t)cumoe_dtype_bytes((cumoe_dtype)v.dtype);
   if (s.align < element) s.align = element;
   REQUIRE(!(p.per_expert && v.data), CUMOE_ERR_INVALID_ARGUMENT, "%s has both data and per_expert", s.name);
+  REQUIRE(!p.per_expert || p.expert_stride == 0, CUMOE_ERR_LAYOUT,
+          "%s.expert_stride is %lld, must be 0 with per_expert", s.name, (long long)p.expert_stride);
   if (p.per_expert) { /* the shape describes each expert's matrix; borrow the first one's pointer for the checks */
     TRY(check_table(&p, &s, experts));
     v.data = p.per_expert[0];

@@ -1458,6 +1458,42 @@ static void test_gate_stage(cumoe_context context)
   }
 }
 
+/* Without d_weights nothing comes from the experts: zeros, or what is added to. */
+static void run_unweighted(cumoe_context context, bool added)
+{
+  layer_spec s = layer_spec_new(CUMOE_F32, 5, HIDDEN, INTER);
+  s.expert_scale = true;
+  s.input = INPUT_LOGITS;
+  case_begin("the gate alone, of losses, expert_scale%s", added ? ", added" : "");
+  const layer_inputs in = layer_inputs_new(&s);
+  const int64_t experts = in.logits.cols, k = s.desc.routing.top_k;
+  const tensor ids = tensor_new(CUMOE_I32, s.tokens, k), before = tensor_new(CUMOE_F32, 1, experts);
+  size_t bytes = 0;
+  for (int64_t i = 0; i < s.tokens * k; i++) tensor_set(&ids, i / k, i % k, (double)(i % experts));
+  for (int64_t e = 0; e < experts; e++) tensor_set(&before, 0, e, 3);
+  CHECK_OK(cumoe_gate_backward_workspace(context, s.tokens, (int32_t)experts, (int32_t)k, &bytes));
+  const cumoe_gate_backward_args a = {.size = sizeof a,
+                                      .flags = added ? CUMOE_BACKWARD_ACCUMULATE : 0,
+                                      .routing = s.desc.routing,
+                                      .balance = .1f,
+                                      .logits = device_put(context, &in.logits, 0),
+                                      .ids = device_put(context, &ids, 0),
+                                      .expert_scale = device_put(context, &in.expert_scale, 0),
+                                      .d_logits = device_new(context, CUMOE_F32, s.tokens, experts, 0),
+                                      .d_expert_scale = as_mut(device_put(context, &before, 0)),
+                                      .workspace = workspace_new(context, bytes)};
+  CHECK_OK(cumoe_gate_backward(context, &a, NULL));
+  const tensor got = take(context, a.d_expert_scale);
+  for (int64_t e = 0; e < experts; e++) CHECK(tensor_get(&got, 0, e) == (added ? 3 : 0));
+  case_end();
+}
+
+static void test_gate_unweighted(cumoe_context context)
+{
+  run_unweighted(context, false);
+  run_unweighted(context, true);
+}
+
 typedef struct stage_rows {
   tensor d_z, h, d_y, pair, counts, offsets;
 } stage_rows;
@@ -1622,16 +1658,22 @@ static void refuse_one_place(cumoe_context context)
   d.gate_up.data = device_put(context, &like.gate_up.data, 0);
   d.down.data = device_put(context, &like.down.data, 0);
   point_at(&d.down, 8);
-  ((const void **)(uintptr_t)d.down.per_expert)[6] = d.down.per_expert[1];
-  CHECK_OK(cumoe_weights_bind(context, &d, &bound));
+  const void **down = (const void **)(uintptr_t)d.down.per_expert;
   CHECK_OK(cumoe_moe_backward_workspace(run.plan, 3, 0, &bytes));
-  const cumoe_moe_grads to = {.size = sizeof to,
-                              .d_out = device_put(context, &d_out, 0),
-                              .d_weights = bound,
-                              .workspace = workspace_new(context, bytes)};
-  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_moe_backward(run.plan, run.routed, &run.args, &to, NULL));
-  CHECK_TEXT("grads.d_weights: down overlaps grads.d_weights: down");
-  CHECK_OK(cumoe_weights_destroy(bound));
+  cumoe_moe_grads to = {
+      .size = sizeof to, .d_out = device_put(context, &d_out, 0), .workspace = workspace_new(context, bytes)};
+  for (int apart = 0; apart < 2; apart++) { /* expert 1's, or columns of another's between theirs */
+    const cumoe_view_mut wide = device_new(context, CUMOE_F32, 10 * (int64_t)d.hidden, 3 * (int64_t)d.inter, 0);
+    if (!apart) down[6] = down[1];
+    if (apart) d.down.data.ld = wide.ld;
+    for (int e = 0; apart && e < 8; e++) down[e] = (char *)wide.data + e * (d.hidden + 1) * wide.ld * 4;
+    if (apart) down[6] = (const char *)down[1] + d.inter * 4, down[7] = (const char *)down[1] + wide.ld * 4;
+    CHECK_OK(cumoe_weights_bind(context, &d, &bound));
+    to.d_weights = bound;
+    CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_moe_backward(run.plan, run.routed, &run.args, &to, NULL));
+    CHECK_TEXT("grads.d_weights: down overlaps grads.d_weights: down");
+    CHECK_OK(cumoe_weights_destroy(bound));
+  }
   session_close(&run);
   case_end();
 }
@@ -1713,6 +1755,7 @@ static const test_group groups[] = {
     GROUP("nan and weight 0", test_nan_dropped, ANYWHERE),
     GROUP("losses", test_losses, ANYWHERE),
     GROUP("gate alone", test_gate_stage, ANYWHERE),
+    GROUP("gate without weights", test_gate_unweighted, ANYWHERE),
     GROUP("products alone", test_product_stages, ANYWHERE),
     GROUP("not finite", test_not_finite, ANYWHERE),
     GROUP("hostile", test_hostile_kept, ANYWHERE),

@@ -1831,6 +1831,9 @@ static int change_formats(int which, arguments *a, expectation *e)
          d->shared_down_format.block[1] = 0)
   CHANGE(NOT_SUPPORTED, "desc.up_format.origin is {-1, 0}, must not be negative", u->origin[0] = -1)
   CHANGE(NOT_SUPPORTED, "desc.up_format.origin is {0, 8}, must not", u->origin[1] = 8)
+  CHANGE(NOT_SUPPORTED, "desc.up_format.origin is {16777217, 0}, must be at most {16777216, 16777216}",
+         u->origin[0] = (1 << 24) + 1)
+  CHANGE(NOT_SUPPORTED, "desc.up_format.origin is {0, 2147483632}, must be at most", u->origin[1] = INT32_MAX - 15)
   CHANGE(NOT_SUPPORTED, "and the second a multiple of 32", s->origin[1] = 16)
   CHANGE(INVALID_ARGUMENT, "desc.up_format.origin[0] is 1, must be 0 with block[0] 0", u->block[0] = 0,
          u->origin[0] = 1)
@@ -1892,7 +1895,7 @@ static int change_bind_formats(int which, arguments *a, expectation *e)
   CHANGE(INVALID_ARGUMENT, "desc.down.scale.cols is 2, must be 3", d->down_format.origin[1] = 16)
   CHANGE(INVALID_ARGUMENT, "desc.gate_up.scale has both data and per_expert", up->scale.per_expert = gap)
   CHANGE(INVALID_ARGUMENT, "desc.gate_up.scale.per_expert[0] is null", up->scale.data.data = NULL,
-         up->scale.per_expert = gap)
+         up->scale.expert_stride = 0, up->scale.per_expert = gap)
   CHANGE(INVALID_ARGUMENT, "desc.down.scale must be absent: desc.down_format is dense", d->down_format = none,
          *down = dense, down->scale = up->scale)
   CHANGE(INVALID_ARGUMENT, "desc.down.zero is absent", down->zero = (cumoe_array){.expert_stride = 0})
@@ -1974,10 +1977,13 @@ static int change_bind(int which, arguments *a, expectation *e)
   CHANGE(WRONG_DTYPE, "desc.down.data.dtype is unset, must be", d->down.data.dtype = 0)
   CHANGE(INVALID_ARGUMENT, "desc.down.data is absent", d->down.data = (cumoe_view){.dtype = CUMOE_BF16})
   CHANGE(INVALID_ARGUMENT, "desc.gate_up.per_expert[2] is null", d->gate_up.data.data = NULL,
-         d->gate_up.per_expert = gap)
+         d->gate_up.expert_stride = 0, d->gate_up.per_expert = gap)
   CHANGE(OUT_OF_BOUNDS, "desc.gate_up", d->hidden = d->inter = 8, d->experts = 4, d->gate_up.data = small,
          d->gate_up.expert_stride = 400, d->gate_up.bias = no_view())
-  CHANGE(MISALIGNED, "desc.gate_up.per_expert[3]", d->gate_up.data.data = NULL, d->gate_up.per_expert = odd)
+  CHANGE(LAYOUT, "desc.gate_up.expert_stride is 4096, must be 0 with per_expert", d->gate_up.data.data = NULL,
+         d->gate_up.per_expert = odd, d->gate_up.expert_stride = 4096)
+  CHANGE(MISALIGNED, "desc.gate_up.per_expert[3]", d->gate_up.data.data = NULL, d->gate_up.per_expert = odd,
+         d->gate_up.expert_stride = 0)
   return n;
 }
 

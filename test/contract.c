@@ -79,6 +79,10 @@ static void no_tokens_stages(cumoe_context context)
                       cumoe_matrix_mut(NULL, CUMOE_I32, 0, 2, 2), cumoe_matrix_mut(NULL, CUMOE_F32, 0, 2, 2), NULL));
   CHECK_OK(cumoe_map_workspace(s.plan, 0, &bytes));
   CHECK(bytes == 0);
+  for (int64_t tokens = 1, least = 0; tokens < INT32_MAX / 4; tokens += tokens / 2 + 1, least = (int64_t)bytes) {
+    CHECK_OK(cumoe_map_workspace(s.plan, tokens, &bytes)); /* room for more is room for fewer */
+    CHECK((int64_t)bytes >= least);
+  }
   CHECK_OK(cumoe_plan_workspace(s.plan, INT32_MAX / 2, &bytes));
   CHECK_OK(cumoe_plan_workspace(s.plan, 0, &bytes));
   CHECK(bytes == 0);

@@ -185,6 +185,57 @@ static void test_odd_callers(void)
   group_end();
 }
 
+typedef struct small_caller {
+  cumoe_context context;
+  cumoe_gate_backward_args args;
+  cumoe_status status;
+} small_caller;
+
+static void *call_backward(void *argument)
+{
+  small_caller *c = argument;
+  c->status = cumoe_gate_backward(c->context, &c->args, NULL);
+  return NULL;
+}
+
+/* The deepest of all calls. */
+static void test_small_stack(void)
+{
+  enum { TOKENS = 3, EXPERTS = 40, TOP_K = 4 };
+  static float logits[TOKENS * EXPERTS], d_logits[TOKENS * EXPERTS], d_weights[TOKENS * TOP_K];
+  static int32_t ids[TOKENS * TOP_K];
+  pthread_attr_t small;
+  pthread_t thread;
+  size_t bytes = 0;
+  if (!group_begin("cpu: a backward with a small stack")) return;
+  case_begin("64 KiB");
+  for (int i = 0; i < TOKENS * EXPERTS; i++) logits[i] = (float)(i * 7 % 11);
+  for (int i = 0; i < TOKENS * TOP_K; i++) ids[i] = i, d_weights[i] = 1.f + (float)i;
+  small_caller c = {.status = CUMOE_ERR_INTERNAL};
+  CHECK_OK(cumoe_context_create(CUMOE_DEVICE_CPU, &(cumoe_context_config){.size = sizeof(cumoe_context_config)},
+                                &c.context));
+  CHECK_OK(cumoe_gate_backward_workspace(c.context, TOKENS, EXPERTS, TOP_K, &bytes));
+  void *workspace = aligned_alloc(256, (bytes + 255) / 256 * 256);
+  c.args = (cumoe_gate_backward_args){.size = sizeof c.args,
+                                      .routing = cumoe_routing_deepseek_v3(TOP_K, 4, 2, 1.5f),
+                                      .balance = .1f,
+                                      .logits = cumoe_matrix(logits, CUMOE_F32, TOKENS, EXPERTS, EXPERTS),
+                                      .ids = cumoe_matrix(ids, CUMOE_I32, TOKENS, TOP_K, TOP_K),
+                                      .d_weights = cumoe_matrix(d_weights, CUMOE_F32, TOKENS, TOP_K, TOP_K),
+                                      .d_logits = cumoe_matrix_mut(d_logits, CUMOE_F32, TOKENS, EXPERTS, EXPERTS),
+                                      .workspace = cumoe_vector_mut(workspace, CUMOE_U8, (int64_t)bytes)};
+  pthread_attr_init(&small);
+  CHECK(pthread_attr_setstacksize(&small, (80 + SANITIZER_STACK) * 1024) == 0); /* 16 KiB are the C library's */
+  CHECK(pthread_create(&thread, &small, call_backward, &c) == 0 && pthread_join(thread, NULL) == 0);
+  CHECK_OK(c.status);
+  CHECK(d_logits[0] != 0);
+  CHECK_OK(cumoe_context_destroy(c.context));
+  free(workspace);
+  pthread_attr_destroy(&small);
+  case_end();
+  group_end();
+}
+
 int main(int argc, char **argv)
 {
   test_begin(argc, argv);
@@ -192,6 +243,7 @@ int main(int argc, char **argv)
   test_rounded_once();
   test_exact_scores();
   test_odd_callers();
+  test_small_stack();
   cumoe_context context = open_context(CUMOE_DEVICE_CPU);
   if (context) {
     run_group("router", cases_router, context);

@@ -40,7 +40,7 @@ typedef struct world {
   bool replays, parts, counted, loses, dedup, exact, shared, residual, weigh_input, odd_ids, bias_row;
   bool routed, chosen, from_logits; /* ids and weights; ids; neither, and logits: else the router's */
   bool shortens;                    /* after its first call a rank waits for half a second only */
-  bool misplaces;                   /* the first expert's place names none of its rank; its slots weigh nothing */
+  bool misplaces;                   /* the first expert's place names none of its rank */
   bool moves;                       /* every second call, experts in two places are in the second alone */
   bool apart, keeps, ungated;       /* router_x; ids_out and weights_out; a shared expert without a gate */
   bool by_few;                      /* the experts, on a GPU: by the kernels of so many rows */
@@ -107,9 +107,6 @@ static void misplace(world *w)
   const int32_t rank = (int32_t)tensor_get(&w->placement, 0, 0) >> 16;
   for (int32_t call = 0; call < 2; call++)
     tensor_set(&w->placement, call * w->experts, 0, cumoe_ep_place(rank, w->local[rank]));
-  for (int64_t t = 0; t < w->ids.rows; t++)
-    for (int32_t slot = 0; slot < w->top_k; slot++)
-      if (tensor_get(&w->ids, t, slot) == 0) tensor_set(&w->weights, t, slot, 0);
 }
 
 static void make_coded(world *w, rng *r)
@@ -395,6 +392,7 @@ static tensor whole_layer(const world *w, const int32_t *held, int32_t count, bo
   if (bare) v.shared = v.residual = false, v.desc.shared_inter = 0;
   for (int32_t e = 0; e < w->experts; e++) tensor_set(&map, 0, e, -1);
   for (int32_t i = 0; i < count; i++) tensor_set(&map, 0, held[i], i);
+  if (w->misplaces) tensor_set(&map, 0, 0, -1);
   upload_world(context, &v);
   upload(context, &map);
   upload(context, &here);
@@ -1672,10 +1670,31 @@ static const world crowds[] = {
      .routed = true},
 };
 
+/* Who waits for what a rank does not have still gets an answer, and adds up nothing that an earlier call has left. */
+static void answer_misplaced(void)
+{
+  for (int i = 0; i < 16 && !gave_up; i++) {
+    const bool many = i / 2 % 2;
+    const world w = {.name = many ? "an expert that its rank does not have, many tokens"
+                                  : "an expert that its rank does not have",
+                     .ranks = 3,
+                     .experts = 4,
+                     .top_k = i / 8 ? 2 : 1,
+                     .dtype = CUMOE_BF16,
+                     .capacity = many ? 40 : 13,
+                     .tokens = {many ? 40 : 13, 0, 7},
+                     .exact = i / 4 % 2,
+                     .routed = true,
+                     .misplaces = true};
+    run_world(&w, i % 2);
+  }
+}
+
 static void answers(void)
 {
   for (size_t i = 0; i < sizeof worlds / sizeof *worlds * 2; i++) run_world(&worlds[i / 2], i % 2);
   for (size_t i = 0; i < sizeof crowds / sizeof *crowds * 2; i++) run_world(&crowds[i / 2], i % 2);
+  answer_misplaced();
 }
 
 /* ---- trouble ---- */
@@ -2224,18 +2243,7 @@ static void answers_on_gpus(void)
     run_world(&w, i == 1 || i == 2);
   }
   at_random();
-  for (int i = 0; i < 2 && !gave_up; i++) { /* who waits for what a rank does not have still gets an answer */
-    const world w = {.name = "an expert that its rank does not have",
-                     .ranks = 3,
-                     .experts = 4,
-                     .top_k = 1,
-                     .dtype = CUMOE_BF16,
-                     .capacity = 13,
-                     .tokens = {13, 0, 7},
-                     .routed = true,
-                     .misplaces = true};
-    run_world(&w, i);
-  }
+  answer_misplaced();
 }
 
 static void begin_on_gpus(void)
@@ -2657,6 +2665,8 @@ static void bad_forward(rank *r)
     CHECK_TEXT("the group's arena overlaps args.");
     CHECK_TEXT(misplaced[i].name);
   }
+  REFUSED(INVALID_ARGUMENT, "args.out overlaps args.placement", e.placement.data = a.out.data);
+  REFUSED(INVALID_ARGUMENT, "args.workspace overlaps args.placement", e.placement.data = a.workspace.data);
   a = right, e = right_e;
   bad_weights(r, &e);
   CHECK_OK(cumoe_ep_forward(r->group, r->weights, &e, NULL));

@@ -233,6 +233,10 @@ static void test_norm_parts(cumoe_context context)
   CHECK_OK(norm_backward(context, &c, &b));
   const tensor dx = device_get(context, cumoe_const(b.dx));
   for (int64_t i = 0; i < 4 * 24; i++) CHECK(isnan(tensor_get(&dx, 0, i)) == (i / 24 == 2));
+  b.dx = as_mut(b.dy); /* of one row, whatever its ld */
+  b.x.rows = b.dy.rows = b.dx.rows = 1;
+  b.dx.ld = b.dy.ld + 8;
+  CHECK_OK(norm_backward(context, &c, &b));
   case_end();
 }
 

@@ -47,10 +47,11 @@ typedef struct cumoe_attention_args {
  * have no queries or no keys; several may have keys in common. Of n queries and m keys of a sequence, query i stands at
  * position m - n + i, as in a cache whose last keys are the queries' own: causal, it sees keys 0 .. m - n + i.
  *
- * A query that sees no key, or is in no sequence, gives exactly 0 (lse: -infinity, or the sink). A score of -infinity
- * is that of a key that is not seen. A NaN in a query reaches its head alone, one in a key or value the queries that
- * see it. Sequences whose offsets or lengths are inconsistent (decreasing, outside q or k, more than the pages hold)
- * have no queries or no keys, and a page outside k is not seen; both are recorded (CUMOE_FAULT_SEQUENCE).
+ * A query that sees no key, or is in no sequence, gives exactly 0 (lse: -infinity; of one in a sequence, the sink if
+ * there is one). A score of -infinity is that of a key that is not seen. A NaN in a query reaches its head alone, one
+ * in a key or value the queries that see it. Sequences whose offsets or lengths are inconsistent (decreasing, outside q
+ * or k, more than the pages hold) have no queries or no keys, and a page outside k is not seen; both are recorded
+ * (CUMOE_FAULT_SEQUENCE).
  */
 CUMOE_CHECKED cumoe_status cumoe_attention(cumoe_context context, const cumoe_attention_args *args,
                                            cumoe_stream stream);

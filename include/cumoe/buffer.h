@@ -13,8 +13,8 @@
  * Any thread may use any buffer. Freeing one while another thread uses it is answered with a status on one
  * side or the other as far as handles go; work already launched on its memory is the caller's to wait for.
  *
- * Checks of every call, in this order: null, stale, device (a buffer serves its own context only), dtype,
- * shape, bounds.
+ * Checks of every call, in this order: null pointers, stale (a handle of zeros, too), device (a buffer serves its own
+ * context only), dtype, shape, bounds.
  *
  * An engine with its own allocator needs none of this: see cumoe_matrix() in cumoe/types.h.
  */

@@ -30,11 +30,11 @@ typedef struct cumoe_context_s *cumoe_context;
  * freed buffers stays in the pool until cumoe_pool_trim, or, above pool_keep, until the next wait of the device.
  *
  * The CPU device computes in the default floating-point environment whatever a calling thread has set, which that
- * thread keeps, and takes less than 32 KiB of its stack.
+ * thread keeps, and takes less than 64 KiB of its stack (forwards of the layer on one rank: less than 32).
  */
 typedef struct cumoe_context_config {
   uint32_t size;         /* sizeof(cumoe_context_config) */
-  int32_t cpu_threads;   /* CPU device: threads that compute, the caller's among them; 0 = one per core */
+  int32_t cpu_threads;   /* CPU device: threads that compute, the caller's among them, up to 1024; 0 = one a core */
   int32_t debug;         /* 0 .. 2, see cumoe/debug.h; the environment's CUMOE_DEBUG may raise it */
   int32_t reserved;      /* 0 */
   uint64_t pool_initial; /* taken from the GPU at once, at most pool_max and pool_keep; CPU device: ignored */
@@ -83,9 +83,10 @@ CUMOE_CHECKED cumoe_status cumoe_synchronize(cumoe_context context, cumoe_stream
 /* ---- the device status word ------------------------------------------------------------------------ */
 
 /*
- * Bad device data never faults a kernel: the slot concerned contributes exactly 0, the first such event since
- * the last clear is recorded here (first one wins; of one stage's, the token count before what is wrong with tokens),
- * and the context stays usable.
+ * Bad device data never faults a kernel: the slot concerned contributes exactly 0, the first such event since the last
+ * clear is recorded here (first one wins; of one stage's, the token count before what is wrong with tokens), and the
+ * context stays usable. Numbers that are only multiplied (weights, expert_scale, x) are what they are: a NaN there is a
+ * NaN in the token's output, and no fault.
  */
 typedef enum cumoe_fault_code {
   CUMOE_FAULT_NONE = 0,

@@ -40,7 +40,8 @@
  *   - bad arguments that the host can see are refused before anything happens: a status, a text from
  *     cumoe_last_error() that names the argument, its value and the limit, no CUDA call, no output touched;
  *   - bad device data (expert ids out of range, NaN logits, ...) never faults: see cumoe_fault_read();
- *   - T = 0 is legal: CUMOE_OK and nothing is launched. The operand that T is taken from (x, ids) says its cols and
+ *   - T = 0 is legal: CUMOE_OK and nothing is launched; training's sums over tokens are zeros then, but for the layer's
+ *     backward (cumoe/backward.h), which writes nothing. The operand that T is taken from (x, ids) says its cols and
  *     dtype without rows, too: one that is all zero was forgotten, and is refused by name;
  *   - results are bitwise repeatable for the same inputs, library and GPU model;
  *   - a NaN or Inf in one token's row changes that token's output only;
@@ -54,8 +55,9 @@
  * way, a look-up of what a module does not have.) With none pending, a call of cumoe's leaves none, but for one that
  * has ended the device.
  *
- * Structs. All fields may be zero for a default, except layout enums, where zero is an error: no layout is ever
- * guessed. Three kinds, so that a program that was built against older headers goes on working with a newer library:
+ * Structs. What may be left out may be zero, for a default; sizes, counts and types are said, and so are layout enums,
+ * where zero is an error: no layout is ever guessed. Three kinds, so that a program that was built against older
+ * headers goes on working with a newer library:
  *   - one that a call takes or fills by pointer begins with its size, set by the caller (.size = sizeof(the type)). Of
  *     a shorter, older one the library reads or fills what is there; what a longer, newer one has more must be zero
  *     (NOT_SUPPORTED), and is filled with zeros. The size itself is never changed;

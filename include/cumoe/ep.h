@@ -223,7 +223,8 @@ CUMOE_API cumoe_status cumoe_group_set_active(cumoe_group group, const uint64_t 
  * Which experts lie where is data, read by each call, the same on all ranks: [E, replicas] i32, an entry for each place
  * where expert e's weights are; unused entries are -1 and come last. An expert in several places (a redundant one)
  * serves token t at entry t mod count. Experts may lie on ranks in any number and order. An expert without a place adds
- * nothing, and an entry that names no rank or no expert there likewise; both are recorded (EXPERT_MAP).
+ * nothing, and an entry that names no rank likewise; both are recorded (EXPERT_MAP). An entry that names no
+ * expert there adds nothing, either, and that rank records it (EXPERT_ID).
  */
 static inline int32_t cumoe_ep_place(int32_t rank, int32_t local_expert)
 {

@@ -71,7 +71,7 @@ typedef struct cumoe_format {
   uint32_t order;    /* hex digit i from below: which code the i-th of a word is; 0: in order. AWQ 0x75316420 */
   int32_t split;     /* codes i and i + split share a byte; 0 or 1: neighbours */
   int32_t block[2];  /* weights that share a scale along out, along in; 0: all of that axis */
-  int32_t origin[2]; /* place of a slice's first weight in its first block */
+  int32_t origin[2]; /* place of a slice's first weight in its first block; up to 2^24 */
   int32_t joined;    /* 1: blocks of a concatenated gate_up run on from one half into the other */
   int32_t scale;     /* cumoe_dtype of scales: F32, F16, BF16, E8M0 or E4M3; 0 with DENSE */
   int32_t zero;      /* cumoe_zero */

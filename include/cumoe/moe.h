@@ -227,7 +227,8 @@ typedef enum cumoe_act {
 enum {
   CUMOE_MOE_UNGATED = 1u << 0,        /* h = act(x Wup^T): no gate projection */
   CUMOE_MOE_UNREDUCED = 1u << 1,      /* out is [T * k, H]: row t*k+j = y of slot j, not weighted, 0 for a dropped
-                                    slot and, with WEIGHT_ON_INPUT, for one of weight 0. Not with a shared expert */
+                                    slot and, with WEIGHT_ON_INPUT, for one of weight 0; x for an identity expert's.
+                                    out_scale has no part in it. Not with a shared expert */
   CUMOE_MOE_LIMIT_AFTER = 1u << 2,    /* act_limit bounds act(g), not g: step3p7. Not with SWIGLU_OAI */
   CUMOE_MOE_BATCH_INVARIANT = 1u << 3 /* a token's results do not depend, bit for bit, on what else is in the batch:
                                          kernels are chosen without T. On an H200, bf16, T 1 takes 1.3 to 2.6 times as
@@ -301,14 +302,14 @@ typedef enum cumoe_major {
 
 /*
  * One projection of all local experts, in one of three forms, each matrix [out, in] (OUT_IN) or [in, out] (IN_OUT):
- *   a stack    data is all experts' matrices one below the other, [experts * rows, cols];
+ *   a stack    data is all experts' matrices one below the other, [experts * rows, cols], or says expert 0's alone;
  *   strided    data is expert 0's matrix, and expert e starts e * expert_stride elements further;
  *   pointers   per_expert is a host array of `experts` device pointers, none null (read during bind), and data, with
  *              data.data NULL, states the shape, ld and dtype of each.
- * Alignment: base, rows and expert_stride to 16 bytes. expert_stride is at least one matrix. SEPARATE: gate and up are
- * of one form, ld, dtype and expert_stride, and so are what they have of biases, scales and zero points (LAYOUT).
- * `bias` is [local_experts, out] (ld between experts), f32 or the activations' dtype, channel order as the weights; 0
- * where it is absent.
+ * Alignment: base, rows and expert_stride to 16 bytes. expert_stride is at least one matrix, or 0: of the other forms.
+ * SEPARATE: gate and up are of one form, ld, dtype and expert_stride, and so are what they have of biases, scales and
+ * zero points (LAYOUT). `bias` is [local_experts, out] (ld between experts), f32 or the activations' dtype, channel
+ * order as the weights; 0 where it is absent.
  *
  * With a format (cumoe/format.h) data is in units of storage: E4M3, I8 or U8 [out, in]; codes of 4 bits U8
  * [out, in / 2] or, where the format's word is 4, I32 [out, in / 8]. `scale` is an array of the same kind, a stack,
@@ -424,10 +425,10 @@ typedef struct cumoe_moe_args {
  * What a forward of `tokens` tokens launches, in words: a line a kernel with its name, its grid and how it works
  * together with the others, and where everything lies in the workspace, in bytes from its start. For reading: the words
  * may change. The first line tells the GPU and whether it has kernels made for its architecture or runs the portable
- * ones. A forward that makes its logits from x, with aligned operands and a router of the plan's dtype; `weights`
- * says how the weights lie, NULL: OUT_IN behind one base pointer, as the shared expert's in any case. `text` is
- * NUL-terminated and cut at `bytes`; 4096 hold all. NOT_SUPPORTED, as forward would answer, where a forced kernel
- * cannot serve. No CUDA call.
+ * ones. A forward that makes its logits from x, with aligned operands and a router of the plan's dtype; `weights` says
+ * how the weights lie, NULL: OUT_IN behind one base pointer, as the shared expert's in any case. `text` is
+ * NUL-terminated and cut at `bytes`; 4096 hold all. tokens: 1 or more. NOT_SUPPORTED, as forward would answer, where a
+ * forced kernel cannot serve. No CUDA call.
  */
 CUMOE_CHECKED cumoe_status cumoe_plan_describe(cumoe_plan plan, cumoe_weights weights, int64_t tokens, char *text,
                                                size_t bytes);

@@ -36,8 +36,9 @@ CUMOE_CHECKED cumoe_status cumoe_quantize_rows(cumoe_context context, const cumo
                                                cumoe_stream stream);
 
 /*
- * Weights of one projection, rounded to nearest: for tests, benchmarks, and checkpoints that nobody quantised. All that
- * bind takes in place, in the same memory layout (cumoe_projection; an OUT_IN stack). `views` of what is written:
+ * Weights of one projection, rounded to nearest: for tests, benchmarks, and checkpoints that nobody quantised. What
+ * bind takes in place, but for what is refused below, in the same memory layout (cumoe_projection; an OUT_IN stack).
+ * `views` of what is written:
  *
  *   codes    [experts * out, in] E4M3, I8, U8; of 4 bits U8 [.., in / 2], or I32 [.., in / 8] with word 4
  *   scale    [experts * blocks along out, blocks along in] of the format's scale type (E8M0 also as U8)
@@ -56,8 +57,8 @@ CUMOE_CHECKED cumoe_status cumoe_quantize_rows(cumoe_context context, const cumo
  * No scale is 0 or, but for E4M3, subnormal: blocks that small have the smallest one. Infinities count as the largest
  * float. A NaN weight is a NaN code of E4M3; of others its block's scale is NaN.
  *
- * Refused (NOT_SUPPORTED): zero points or a global with block[0] other than 1; U4 with offset 0 or 15 and no zero
- * points. format.rows does not matter.
+ * Refused (NOT_SUPPORTED): ZERO_VALUES; zero points of interleaved channels; zero points or a global with block[0]
+ * other than 1; U4 with offset 0 or 15 and no zero points. format.rows does not matter.
  */
 typedef struct cumoe_quantize_args {
   uint32_t size;      /* sizeof(cumoe_quantize_args) */

@@ -78,7 +78,8 @@ typedef struct cumoe_route {
 /*
  * Builds `route` from ids [T, k] (i32 or i64) by counting, without sorting; deterministic. Uses the plan's expert
  * counts; expert_map as in cumoe_moe_args. Ids out of range and bad map entries drop the slot and are recorded.
- * workspace [1, bytes] u8, 16-byte aligned, bytes from cumoe_map_workspace; absent where these are 0 (few tokens).
+ * workspace [1, bytes] u8, 16-byte aligned, bytes from cumoe_map_workspace, which are monotone in the tokens; absent
+ * where these are 0 (few tokens).
  */
 CUMOE_CHECKED cumoe_status cumoe_map(cumoe_plan plan, cumoe_view ids, cumoe_view expert_map, const cumoe_route *route,
                                      cumoe_view_mut workspace, cumoe_stream stream);

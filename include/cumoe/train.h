@@ -172,7 +172,7 @@ typedef struct cumoe_adamw_args {
   cumoe_view gradient;    /* [rows, cols] */
   cumoe_view step;        /* [1, 1] i64: 1 for the first step (below 1 counts as 1); cumoe_global_norm advances it */
   cumoe_view factor;      /* optional [1, 1] f32: of the gradient; not finite: nothing is changed */
-  cumoe_view schedule;    /* optional [1, 1] f32: of the rate */
+  cumoe_view schedule;    /* optional [1, 1] f32: of the rate; taken as it is, finite or not */
   cumoe_view_mut master;  /* [rows, cols] f32 */
   cumoe_view_mut first;   /* [rows, cols] f32: moments, 0 before the first step */
   cumoe_view_mut second;  /* [rows, cols] f32 */

@@ -85,6 +85,12 @@ static uint64_t hidden_bytes(const ep_args *a)
   return (uint64_t)a->shape.hidden * (uint64_t)a->shape.element;
 }
 
+/* As the ranks have sent them. */
+static const int32_t *ids_sent(const ep_args *a)
+{
+  return (const int32_t *)(const void *)(lane_of(a, a->rank) + a->at.ids);
+}
+
 /* ---- put ---- */
 
 int64_t cpu_ep_tokens(token_count tokens, fault_sink fault)
@@ -192,18 +198,19 @@ void cpu_ep_put(const ep_args *a, const ep_ways *ways)
 
 /* ---- answer ---- */
 
-/* The rows of one token that this rank has: of each slot, or their sum. */
+/* The rows of one token that this rank was sent for: of each slot, or their sum. Who has sent an expert that is not
+ * here adds the answer up all the same: y has zeros there. */
 static void answer_token(const ep_args *a, int32_t source, int64_t token)
 {
   const int32_t k = a->shape.top_k, answers = ep_answers(&a->shape);
   const uint64_t width = hidden_bytes(a);
-  const int32_t *ids = a->ids_here + row_at(a, source, token, (uint64_t)k);
+  const int32_t *ids = ids_sent(a) + row_at(a, source, token, (uint64_t)k);
   char *to = lane_of(a, source) + a->at.y + row_at(a, a->rank, token, width * (uint64_t)answers);
   const char *from = (const char *)a->y_here + row_at(a, source, token, width * (uint64_t)answers);
   bool any = false;
   for (int32_t slot = 0; slot < k; slot++) {
-    any |= ids[slot] >= 0;
-    if (a->shape.exact && ids[slot] >= 0) memcpy(to + (uint64_t)slot * width, from + (uint64_t)slot * width, width);
+    any |= ids[slot] != -1;
+    if (a->shape.exact && ids[slot] != -1) memcpy(to + (uint64_t)slot * width, from + (uint64_t)slot * width, width);
   }
   if (!a->shape.exact && any) memcpy(to, from, width);
 }
@@ -248,7 +255,7 @@ static void take_ids(const ep_args *a, const ep_ways *ways, int32_t source)
   const int32_t k = a->shape.top_k;
   const int64_t tokens = tokens_from(a, ways, source);
   const uint64_t first = row_at(a, source, 0, (uint64_t)k);
-  const int32_t *from = (const int32_t *)(const void *)(lane_of(a, a->rank) + a->at.ids) + first;
+  const int32_t *from = ids_sent(a) + first;
   int32_t *to = a->ids_here + first;
   for (int64_t i = 0; i < a->shape.capacity * k; i++) {
     const int32_t id = i < tokens * k ? from[i] : -1;

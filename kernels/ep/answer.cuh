@@ -16,10 +16,11 @@ struct answer_row {
   int64_t token; /* in all segments */
   int source, answer;
   unsigned row; /* in its segment */
-  bool here;    /* this rank has it: of the slot, or of any */
+  bool here;    /* this rank has it: of the slot, or of any; or it distrusts, and answers all: who has sent an expert
+                   that is not here waits for zeros */
 };
 
-DEVICE answer_row row_to_answer(const ep_args &a, unsigned i, unsigned end)
+DEVICE answer_row row_to_answer(const ep_args &a, unsigned i, unsigned end, bool distrusts)
 {
   const unsigned ranks = a.shape.ranks, answers = ep_answers(&a.shape);
   answer_row r;
@@ -29,7 +30,8 @@ DEVICE answer_row row_to_answer(const ep_args &a, unsigned i, unsigned end)
   r.token = r.source * a.shape.capacity + r.row / answers;
   const bool sent = i < end && r.row < a.arrived[r.source] * answers;
   const int slot = a.shape.exact ? r.answer : lane_id();
-  r.here = __any_sync(ALL_LANES, sent && slot < a.shape.top_k && a.ids_here[r.token * a.shape.top_k + slot] >= 0);
+  const bool asks = sent && slot < a.shape.top_k;
+  r.here = __any_sync(ALL_LANES, asks && (distrusts || a.ids_here[r.token * a.shape.top_k + slot] >= 0));
   return r;
 }
 
@@ -40,17 +42,17 @@ DEVICE unsigned rows_to_answer(const ep_args &a)
   return (unsigned)warp_max(most) * ep_answers(&a.shape) * a.shape.ranks;
 }
 
-DEVICE void answer_rows(const ep_args &a)
+DEVICE void answer_rows(const ep_args &a, bool distrusts)
 {
   const int width = row_vectors(a);
   const int64_t bytes = (int64_t)width * 16, answers = ep_answers(&a.shape), here = a.rank * a.shape.capacity * answers;
   const unsigned end = rows_to_answer(a), step = a.movers * WARPS;
   unsigned i = blockIdx.x * WARPS + warp_id();
-  answer_row r = row_to_answer(a, i, end), next;
+  answer_row r = row_to_answer(a, i, end, distrusts), next;
   for (; i < end; i += step, r = next) {
     row_part p;
     if (r.here) load_part(p, static_cast<const char *>(a.y_here) + (r.token * answers + r.answer) * bytes, width);
-    next = row_to_answer(a, i + step, end);
+    next = row_to_answer(a, i + step, end, distrusts);
     if (r.here) store_part(p, lane_of(a, r.source) + a.at.y + (here + r.row) * bytes, width);
   }
 }
@@ -322,10 +324,10 @@ struct outputs_of_ranks {
   const int *arrived; /* a.arrived, at hand: each part begins and ends with one of them */
   unsigned number;    /* of the part, in turn over segments and slices */
   uint32_t exchange;
-  bool distrusts; /* of lines: who has sent a token may wait for a sum without a row here */
+  bool distrusts; /* who has sent a token may wait for a sum, or a slot, without a row here */
 
   static constexpr bool ALWAYS_ALL = false;
-  DEVICE bool all() const { return a.packets; }
+  DEVICE bool all() const { return a.packets || distrusts; }
   DEVICE void wait() const
   {
     wait_for_earlier_grids_alone();
@@ -549,7 +551,7 @@ DEVICE void combine_to_ranks(const combine_args &c, const ep_args &a, uint32_t e
                  parts = a.shape.ranks * (((unsigned)a.shape.capacity + most - 1) / most) * slices;
   __shared__ int arrived[EP_MAX_RANKS];
   for (int r = threadIdx.x; r < a.shape.ranks; r += blockDim.x) arrived[r] = load_relaxed(&a.arrived[r]);
-  const bool distrusts = a.packets && has_been_distrusted(a, exchange);
+  const bool distrusts = has_been_distrusted(a, exchange);
   __syncthreads();
   if (c.reduce && a.packets != EP_PACKETS)
     sum_to_ranks<In>(c, slicing<In>(c, a), outputs_of_ranks{a, arrived, 0, exchange, distrusts});

@@ -261,7 +261,7 @@ extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1) cumoe_ep_answer
   wait_for_earlier_grids_alone();
   if (!a.then_waits) let_next_grid_start();
   const uint32_t exchange = exchange_now(a);
-  answer_rows(a);
+  answer_rows(a, has_been_distrusted(a, exchange));
   add_counts(a);
   if (tell_all(a, a.at.back, nullptr, 0, &counters_of(a)->answered, exchange) && a.then_waits)
     wait_for_answers(a, exchange);
