@@ -10,6 +10,7 @@
 
 #include "shim/layer.h"
 #include "../host/context.h"
+#include "../host/ep.h"
 #include "../host/tmap.h"
 #include "../kernels/backward.h"
 
@@ -472,6 +473,43 @@ static void test_full_device(void)
   CHECK(stats.oom_retries == 1 && stats.used == 0 && stats.live == 0 && stats.allocs == 0);
   CHECK_OK(cumoe_context_destroy(context));
   case_end();
+}
+
+/* A rank that was left out says in all arenas that it has given up. Behind that an abort is heard all the same. */
+static void test_group_abort(void)
+{
+  const ep_shape shape = {
+      .ranks = 1, .lanes = 1, .experts = EXPERTS, .top_k = TOP_K, .hidden = HIDDEN, .element = 2, .capacity = 4};
+  const uint64_t words[] = {0, ep_abort_word(EP_TIMEOUT, EP_DISPATCH, 0, 1)};
+  for (int late = 0; late < 2; late++) {
+    case_begin("abort%s", late ? " behind a left-out rank's word" : "");
+    world w = {.next = SHIM_LENT};
+    cumoe_group ranks = NULL;
+    cumoe_buffer arena = {0};
+    void *base = NULL;
+    size_t bytes = 0;
+    const cumoe_group_config config = {.size = sizeof config, .ranks = 1, .max_tokens = 4, .arenas = &base};
+    cumoe_group_fault fault = {.size = sizeof fault};
+    small_layer(&w);
+    CHECK_OK(cumoe_ep_arena(w.plan, &config, &bytes));
+    CHECK_OK(cumoe_buffer_alloc(w.context, CUMOE_U8, 1, (int64_t)bytes, NULL, &arena));
+    const cumoe_view_mut whole = cumoe_buffer_view_mut(arena);
+    base = whole.data;
+    CHECK_OK(cumoe_fill(w.context, whole, 0, NULL));
+    CHECK_OK(cumoe_group_create(w.context, w.plan, &config, whole, &ranks));
+    OWN(cudaSetDevice(1));
+    OWN(cudaMemcpyAsync((char *)base + ep_lay_out(&shape).abort, &words[late], 8, cudaMemcpyHostToDevice, w.stream));
+    CHECK_OK(cumoe_group_fault_read(ranks, &fault));
+    CHECK(fault.cause == CUMOE_GROUP_ALIVE);
+    CHECK_OK(cumoe_group_abort(ranks));
+    CHECK_OK(cumoe_group_fault_read(ranks, &fault));
+    CHECK_MSG(fault.cause == CUMOE_GROUP_ABORTED, "%d", (int)fault.cause);
+    const cumoe_status ended = cumoe_group_destroy(ranks);
+    CHECK(ended == CUMOE_OK || ended == CUMOE_ERR_PEER);
+    CHECK_OK(cumoe_buffer_free(&arena));
+    end_world(&w);
+    case_end();
+  }
 }
 
 static int count_calls(const char *name)
@@ -1373,6 +1411,7 @@ static const test_group groups[] = {
     ALONE("few tokens of other layers", test_not_few, ONCE),
     ALONE("machines", test_machines, ONCE),
     ALONE("a full device", test_full_device, ONCE),
+    ALONE("a group's abort", test_group_abort, ONCE),
     ALONE("streams that wait", test_orders, ONCE),
     ALONE("peers", test_peers, ONCE),
     ALONE("refused in a capture", test_refused_in_capture, ONCE),
