@@ -614,6 +614,19 @@ static cumoe_status run_backward(const backward *b)
   return g->d_x.data ? gather(b) : CUMOE_OK;
 }
 
+/* Of no tokens: sums over them are zeros, or have nothing added. */
+static cumoe_status clear_sums(const cumoe_moe_grads *g, const backward_operands *with, cumoe_stream stream)
+{
+  struct context *context = with->layer.plan->context;
+  const cumoe_view_mut sums[] = {g->d_router_weight, g->d_router_bias, g->d_expert_scale, g->d_shared_gate,
+                                 g->d_residual};
+  TRY(clear_gradient(context, g->losses, stream));
+  if (g->flags & CUMOE_BACKWARD_ACCUMULATE) return CUMOE_OK;
+  for (size_t i = 0; i < sizeof sums / sizeof *sums; ++i) TRY(clear_gradient(context, sums[i], stream));
+  if (with->d_weights) TRY(clear_weights(context, with->d_weights, stream));
+  return with->d_shared ? clear_weights(context, with->d_shared, stream) : CUMOE_OK;
+}
+
 cumoe_status cumoe_moe_backward(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *args,
                                 const cumoe_moe_grads *grads, cumoe_stream stream)
 {
@@ -624,7 +637,7 @@ cumoe_status cumoe_moe_backward(cumoe_plan plan, cumoe_weights weights, const cu
   TRY(take_struct("args", args, &a));
   TRY(take_struct("grads", grads, &g));
   TRY(check_backward(plan, weights, &a, &g, &with));
-  if (a.x.rows == 0) return CUMOE_OK;
+  if (a.x.rows == 0) return clear_sums(&g, &with, stream);
   backward b = {.grads = &g, .d_weights = with.d_weights, .d_shared = with.d_shared, .scratch = g.workspace.data};
   TRY(lay_out_scratch("args.x.rows", with.layer.plan, a.x.rows, !absent(&g.kept), &b.at));
   char *kept = absent(&g.kept) ? region(b.scratch, b.at.kept) : (char *)(uintptr_t)g.kept.data;

@@ -89,6 +89,13 @@ static cumoe_status check_gate_backward(struct context *context, const cumoe_gat
   return check_gate_overlaps(a);
 }
 
+cumoe_status clear_gradient(struct context *context, cumoe_view_mut d, cumoe_stream stream)
+{
+  const size_t element = cumoe_dtype_bytes((cumoe_dtype)d.dtype);
+  if (!d.data) return CUMOE_OK;
+  return memory_fill(context, d.data, (size_t)d.ld * element, 0, (size_t)d.cols * element, (size_t)d.rows, stream);
+}
+
 /* Sums of what d_weights have left of each pair: without them nothing has come from the experts. */
 static cumoe_status run_gate_scale(struct context *context, const gate_backward_args *a, cumoe_stream stream)
 {
@@ -121,7 +128,10 @@ cumoe_status cumoe_gate_backward(cumoe_context handle, const cumoe_gate_backward
   TRY(check_routing(&a.routing, (int32_t)a.logits.cols));
   TRY(check_tokens("args.logits.rows", a.logits.rows, 0, a.routing.top_k));
   TRY(check_gate_backward(context, &a));
-  if (a.logits.rows == 0) return CUMOE_OK;
+  if (a.logits.rows == 0) {
+    TRY(clear_gradient(context, a.losses, stream));
+    return a.flags & CUMOE_BACKWARD_ACCUMULATE ? CUMOE_OK : clear_gradient(context, a.d_expert_scale, stream);
+  }
   const gate_layout at = lay_out_gate(a.logits.rows, a.logits.cols, a.routing.top_k);
   const gate_inputs inputs = {.expert_scale = a.expert_scale, .given = a.ids};
   const cumoe_view none = {0};
@@ -434,6 +444,6 @@ cumoe_status cumoe_weights_backward(cumoe_plan plan_handle, cumoe_weights d_weig
   TRY(find_gradient("d_weights", d_weights, plan, false, &d));
   TRY(check_tokens("args.x.rows", a.x.rows, 0, plan->desc.routing.top_k));
   TRY(check_weights_backward(plan, d, route, &a));
-  if (a.x.rows == 0) return CUMOE_OK;
+  if (a.x.rows == 0) return a.flags & CUMOE_BACKWARD_ACCUMULATE ? CUMOE_OK : clear_weights(plan->context, d, stream);
   ON_DEVICE(plan->context, run_weights_backward(plan, d, route, &a, stream));
 }

@@ -219,6 +219,17 @@ cumoe_status check_apart(const char *name, const struct weights *w, const char *
   return CUMOE_OK;
 }
 
+cumoe_status clear_weights(struct context *context, const struct weights *w, cumoe_stream stream)
+{
+  for (int32_t p = 0; p < w->part_count; ++p)
+    for (int32_t i = 0; i < w->parts[p].count; ++i) {
+      const span m = matrix_of(&w->parts[p], i);
+      const uintptr_t rows = m.pitch ? (m.end - m.begin - m.width) / m.pitch + 1 : 1;
+      TRY(memory_fill(context, (void *)m.begin, m.pitch, 0, m.width, rows, stream));
+    }
+  return CUMOE_OK;
+}
+
 /* ---- binding ---- */
 
 /* What of an expert's own activations become. */

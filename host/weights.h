@@ -57,5 +57,7 @@ cumoe_status check_off_weights(const named_view *outputs, int count, const char 
 /* Weights that are written: nothing of theirs lies over anything else of theirs, or of `other`. */
 cumoe_status check_apart(const char *name, const struct weights *weights, const char *other_name,
                          const struct weights *other);
+/* Zeros in all that is bound: of gradients. */
+cumoe_status clear_weights(struct context *context, const struct weights *w, cumoe_stream stream);
 
 #endif

@@ -685,7 +685,7 @@ static void run_whole(cumoe_context context, pattern p, int64_t tokens, int form
   const grads a = run_backward(context, &s, &in, &plain), b = run_backward(context, &s, &in, &onto);
   check_fault(context, NULL, expected_fault(&s, &in));
   if (tokens > 0) check_against_differences(&s, &in, &d_out, &a, true);
-  for (int i = 0; i < 4 && tokens > 0; i++) {
+  for (int i = 0; i < 4; i++) {
     const host_projection *sum = projection_of((host_weights *)&b.routed.host, i),
                           *alone = projection_of((host_weights *)&a.routed.host, i);
     check_added(&sum->data, &alone->data);
@@ -735,6 +735,36 @@ static void test_threads(void)
     if (i > 0) check_grads_equal(&s, &g[0], &g[i]);
   }
   case_end();
+}
+
+static void check_sum_of_none(const tensor *sum, bool added)
+{
+  for (int64_t i = 0; sum->data && i < sum->rows * sum->cols; i++)
+    if (!CHECK_MSG(get(sum, 0, i) == (added ? before(i) : 0), "%g at %d", get(sum, 0, i), (int)i)) return;
+}
+
+/* A rank without tokens: sums over them are zeros, or what they are added to. */
+static void test_no_tokens(cumoe_context context)
+{
+  for (int added = 0; added < 2; added++) {
+    layer_spec s = wide_spec();
+    s.tokens = 0;
+    case_begin("no tokens%s", added ? ", added" : "");
+    const layer_inputs in = layer_inputs_new(&s);
+    const tensor d_out = d_out_new(&s);
+    const wish w = {.dtype = CUMOE_F32, .d_out = &d_out, .balance = .1f, .z = .01f, .accumulate = added};
+    grads g = run_backward(context, &s, &in, &w);
+    const tensor *sums[] = {&g.router_weight, &g.router_bias, &g.expert_scale, &g.shared_gate, &g.residual};
+    for (size_t i = 0; i < sizeof sums / sizeof *sums; i++) check_sum_of_none(sums[i], added);
+    for (int i = 0; i < 4; i++) {
+      const host_projection *routed = projection_of((host_weights *)&g.routed.host, i),
+                            *shared = projection_of((host_weights *)&g.shared.host, i);
+      const tensor *parts[] = {&routed->data, &routed->bias, &shared->data, &shared->bias};
+      for (int j = 0; j < 4; j++) check_sum_of_none(parts[j], added);
+    }
+    CHECK(g.losses.data && get(&g.losses, 0, 0) == 0 && get(&g.losses, 0, 1) == 0);
+    case_end();
+  }
 }
 
 static void check_other_tokens(const tensor *a, const tensor *b, int64_t token)
@@ -1269,7 +1299,7 @@ static void smooth_out(layer_spec *s)
   s->desc.routing.logits_dtype = 0;
 }
 
-/* Any feature, widths, form and wish together. T = 0 writes nothing. */
+/* Any feature, widths, form and wish together. */
 static layer_spec random_spec(rng *r, int32_t dtype, wish *w)
 {
   int features = 0;
@@ -1751,6 +1781,7 @@ static const test_group groups[] = {
     GROUP("whole numbers", test_whole, ANYWHERE),
     ALONE("threads", test_threads, ONCE),
     ALONE("captured", test_graph, ON_CUDA),
+    GROUP("no tokens", test_no_tokens, ANYWHERE),
     GROUP("nan", test_nan, ANYWHERE),
     GROUP("nan and weight 0", test_nan_dropped, ANYWHERE),
     GROUP("losses", test_losses, ANYWHERE),

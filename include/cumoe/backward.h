@@ -105,7 +105,7 @@ CUMOE_CHECKED cumoe_status cumoe_moe_backward_workspace(cumoe_plan plan, int64_t
  * Gradients of one call of cumoe_moe_forward, whose `args` these are, with the operands as they were; its outputs
  * (out, ids_out, weights_out, counts_out, load) and its workspace are neither read nor written, and may be absent. With
  * args.device_tokens rows past the count are not touched and have no part in any sum. What is written may overlap
- * neither what is read nor anything else that is written. T = 0: nothing is written, gradients of weights included.
+ * neither what is read nor anything else that is written. T = 0: sums over tokens are zeros, or have nothing added.
  */
 CUMOE_CHECKED cumoe_status cumoe_moe_backward(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *args,
                                               const cumoe_moe_grads *grads, cumoe_stream stream);

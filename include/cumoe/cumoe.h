@@ -40,9 +40,9 @@
  *   - bad arguments that the host can see are refused before anything happens: a status, a text from
  *     cumoe_last_error() that names the argument, its value and the limit, no CUDA call, no output touched;
  *   - bad device data (expert ids out of range, NaN logits, ...) never faults: see cumoe_fault_read();
- *   - T = 0 is legal: CUMOE_OK and nothing is launched; training's sums over tokens are zeros then, but for the layer's
- *     backward (cumoe/backward.h), which writes nothing. The operand that T is taken from (x, ids) says its cols and
- *     dtype without rows, too: one that is all zero was forgotten, and is refused by name;
+ *   - T = 0 is legal: CUMOE_OK and nothing is launched, but that a backward's sums over tokens become zeros. The
+ *     operand that T is taken from (x, ids) says its cols and dtype without rows, too: one that is all zero was
+ *     forgotten, and is refused by name;
  *   - results are bitwise repeatable for the same inputs, library and GPU model;
  *   - a NaN or Inf in one token's row changes that token's output only;
  *   - structs and views are read during the call and may be reused when it returns; device memory must
