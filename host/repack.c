@@ -203,9 +203,15 @@ cumoe_status cumoe_order_of_groups(const int32_t *g_idx, int32_t in, int32_t gro
   REQUIRE(in >= 1 && group >= 1 && in % group == 0, CUMOE_ERR_INVALID_ARGUMENT,
           "in is %d, group is %d: must be positive, and in a multiple of group", (int)in, (int)group);
   TRY(count_groups(g_idx, in, group, order));
-  for (int32_t g = 0, at = 0; g < in / group; ++g)
-    for (int32_t k = 0; k < in; ++k)
-      if (g_idx[k] == g) order[at++] = k;
+  for (int32_t g = 0; g < in / group; ++g) order[(g + 1) * group - 1] = 0;
+  for (int32_t k = 0; k < in; ++k) { /* a group's last place says how many are placed, until it is the last's */
+    int32_t *first = order + g_idx[k] * group, *last = first + group - 1;
+    const int32_t placed = *last;
+    if (placed == group - 1)
+      *last = k;
+    else
+      first[placed] = k, *last = placed + 1;
+  }
   return CUMOE_OK;
 }
 
