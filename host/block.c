@@ -309,7 +309,7 @@ cumoe_status cumoe_pinned_alloc_at(cumoe_context handle, size_t bytes, uint32_t 
              .bytes = bytes,
              .rows = 1,
              .cols = (int64_t)bytes,
-             .file = file,
+             .file = file ? file : "?",
              .line = line,
              .dtype = CUMOE_U8};
   TRY(block_alloc(&b, 0, flags & CUMOE_PINNED_WRITE_COMBINED));

@@ -38,6 +38,13 @@ void unlock_blocks(void)
   pthread_mutex_unlock(&block_lock);
 }
 
+void hold_buffers(bool hold)
+{
+  if (hold) lock_blocks();
+  handles_hold(&buffers, hold);
+  if (!hold) unlock_blocks();
+}
+
 /* What a handle names; false if it is null, forged or stale. */
 static bool find(uint64_t id, record *r)
 {

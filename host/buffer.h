@@ -10,4 +10,6 @@ cumoe_status check_owner(struct context *context, const char *what, const cumoe_
 bool buffer_lives(uint64_t id);                            /* not null, forged or freed */
 cumoe_status check_live(const char *what, uint64_t owner); /* STALE_HANDLE if there is an owner and it is gone */
 
+void hold_buffers(bool hold); /* around fork() */
+
 #endif

@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include "context.h"
+#include "buffer.h"
 #include "check.h"
 #include "memory.h"
 #include "objects.h"
@@ -23,14 +24,29 @@ enum { MAX_DEBUG_LEVEL = 2, DEFAULT_SMEM = 48 * 1024, WAITS_FROM = 90 };
 static atomic_uint forks;
 static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
 
+/* A lock that another thread holds meanwhile would stay locked in the child for good. */
+static void hold_tables(void)
+{
+  hold_buffers(true);
+  hold_objects(true);
+}
+
+static void release_tables(void)
+{
+  hold_objects(false);
+  hold_buffers(false);
+}
+
 static void count_fork(void)
 {
+  release_tables();
+  forget_log_readers();
   atomic_fetch_add(&forks, 1);
 }
 
 static void watch_forks(void)
 {
-  (void)pthread_atfork(NULL, NULL, count_fork);
+  (void)pthread_atfork(hold_tables, release_tables, count_fork);
 }
 
 cumoe_status check_process(const struct context *context)
@@ -286,10 +302,17 @@ static weight_format needed_for(const variant *v)
   return v->bm && format_is_scaled(format) ? format : FORMAT_none;
 }
 
+/* As host/choice.c has it: unpack of mx4 serves nv4, too. */
+static bool needs(weight_format format, const variant *v)
+{
+  const weight_format own = needed_for(v);
+  return own == format || (format == FORMAT_nv4 && own == FORMAT_mx4 && v->form == FORM_unpack);
+}
+
 static cumoe_status load_rows(struct context *context, weight_format format)
 {
   for (int32_t i = 0; i < variant_count; i++)
-    if (needed_for(&variants[i]) == format && !operation_is_late((operation)variants[i].op)) TRY(load_row(context, i));
+    if (needs(format, &variants[i]) && !operation_is_late((operation)variants[i].op)) TRY(load_row(context, i));
   return CUMOE_OK;
 }
 

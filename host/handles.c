@@ -53,6 +53,11 @@ static handle_slot *live_slot(handle_table *table, uint64_t id)
   return slot && atomic_load_explicit(&slot->generation, memory_order_acquire) == generation ? slot : NULL;
 }
 
+void handles_hold(handle_table *table, bool hold)
+{
+  (void)(hold ? pthread_mutex_lock(&table->lock) : pthread_mutex_unlock(&table->lock));
+}
+
 bool handle_lives(handle_table *table, uint64_t id)
 {
   return live_slot(table, id) != NULL;

@@ -38,4 +38,6 @@ bool handle_retire(handle_table *table, uint64_t id, void *record);
 /* The live handle in slot `index` and its record, else *id = 0; false past the last slot. */
 bool handle_at(handle_table *table, uint32_t index, uint64_t *id, void *record);
 
+void handles_hold(handle_table *table, bool hold); /* its lock, around fork() */
+
 #endif

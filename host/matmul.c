@@ -15,8 +15,8 @@
 
 /* ---- checks ---- */
 
-/* The memory of all matrices of a batch as one view: side by side in the columns of one, or else everything from the
- * first element to the last. */
+/* The memory of all matrices of a batch as one view: side by side in the columns of one, one below the other in its
+ * rows, or else everything from the first element to the last. */
 static cumoe_status whole_batch(const char *name, cumoe_view first, int64_t batch, int64_t stride, cumoe_view *whole)
 {
   const int64_t limit = (int64_t)1 << 46;
@@ -28,6 +28,10 @@ static cumoe_status whole_batch(const char *name, cumoe_view first, int64_t batc
   if (reach == 0 || first.rows == 0 || first.cols == 0) return CUMOE_OK;
   if (first.rows > 1 && reach + first.cols <= first.ld) {
     whole->cols += reach;
+    return CUMOE_OK;
+  }
+  if (stride % first.ld == 0 && stride / first.ld >= first.rows) {
+    whole->rows += reach / first.ld;
     return CUMOE_OK;
   }
   whole->cols = whole->ld = reach + (first.rows - 1) * first.ld + first.cols;

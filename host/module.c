@@ -9,6 +9,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <stdlib.h>
+#include <stdio.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -298,14 +299,14 @@ static cumoe_status set_smem(function_facts *f, uint32_t wanted, const struct cu
   return driver_allow_smem(f->context, f->kernel, (int)wanted);
 }
 
-static cumoe_status look_up(const module_record *m, uint32_t max_dynamic_smem, function_facts *f)
+static cumoe_status look_up(const module_record *m, const char *name, uint32_t max_dynamic_smem, function_facts *f)
 {
   struct cudaFuncAttributes facts;
-  cudaError_t error = cudaLibraryGetKernel(&f->kernel, m->library, f->name);
+  cudaError_t error = cudaLibraryGetKernel(&f->kernel, m->library, name);
   if (error == cudaErrorSymbolNotFound) {
     clear_cuda_error();
     return fail(CUMOE_ERR_INVALID_ARGUMENT, "name: there is no kernel %s in the module; C++ kernels need extern \"C\"",
-                f->name);
+                name);
   }
   if (error != cudaSuccess) return explain_load(m->context, error, "cudaLibraryGetKernel", m->jit);
   TRY(read_parameters(f));
@@ -316,9 +317,10 @@ static cumoe_status look_up(const module_record *m, uint32_t max_dynamic_smem, f
   return set_smem(f, max_dynamic_smem, &facts);
 }
 
-static cumoe_status look_up_entered(const module_record *m, uint32_t max_dynamic_smem, function_facts *f)
+static cumoe_status look_up_entered(const module_record *m, const char *name, uint32_t max_dynamic_smem,
+                                    function_facts *f)
 {
-  ON_DEVICE_RELAXED(m->context, look_up(m, max_dynamic_smem, f));
+  ON_DEVICE_RELAXED(m->context, look_up(m, name, max_dynamic_smem, f));
 }
 
 /* With the lock held. */
@@ -329,10 +331,9 @@ static cumoe_status publish_function(cumoe_module module, const char *name, uint
   TRY(find_module(module, &m));
   function_facts f = {.context = m.context, .module = module.id};
   REQUIRE(name, CUMOE_ERR_INVALID_ARGUMENT, "name is null");
-  REQUIRE(name[0] && strlen(name) < sizeof f.name, CUMOE_ERR_INVALID_ARGUMENT, "name has %zu bytes, must have 1 .. %zu",
-          strlen(name), sizeof f.name - 1);
-  memcpy(f.name, name, strlen(name));
-  TRY(look_up_entered(&m, max_dynamic_smem, &f));
+  REQUIRE(name[0], CUMOE_ERR_INVALID_ARGUMENT, "name is empty");
+  (void)snprintf(f.name, sizeof f.name, "%s", name);
+  TRY(look_up_entered(&m, name, max_dynamic_smem, &f));
   function->id = handle_publish(&functions, &f);
   return function->id ? CUMOE_OK : fail(CUMOE_ERR_OUT_OF_MEMORY, "no host memory for another function handle");
 }

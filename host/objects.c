@@ -13,6 +13,11 @@ HANDLE_TABLE(objects, record);
 
 _Static_assert(sizeof(void *) == sizeof(uint64_t), "a handle is a pointer's value");
 
+void hold_objects(bool hold)
+{
+  handles_hold(&objects, hold);
+}
+
 static uint64_t id_of(const void *handle)
 {
   return (uint64_t)(uintptr_t)handle;

@@ -29,4 +29,6 @@ bool retire_object(const void *handle);
 int64_t count_objects(object_kind kind, const struct context *context);
 cumoe_status retire_objects(object_kind kind, const struct context *context, cumoe_status (*end)(void *object));
 
+void hold_objects(bool hold); /* around fork() */
+
 #endif

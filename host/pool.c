@@ -198,7 +198,10 @@ static cumoe_status free_custom(struct context *context, void *data, size_t byte
   const cumoe_allocator *a = &context->pool.allocator;
   device_scope scope;
   cumoe_status status = enter_lost_device(context, &scope);
+  const bool relaxes = !on_cpu(context);
+  const enum cudaStreamCaptureMode mode = relaxes ? relax_capture() : cudaStreamCaptureModeGlobal;
   a->free(a->user, data, bytes, stream);
+  if (relaxes) restore_capture(mode);
   leave_device(&scope);
   return status;
 }

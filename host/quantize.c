@@ -22,6 +22,8 @@ static cumoe_status check_rows_format(const cumoe_format *f, int64_t cols)
   return CUMOE_OK;
 }
 
+enum { MOST_ROWS = INT32_MAX - (1 << 20) }; /* kernels look ahead of rows in 32 bits */
+
 cumoe_status cumoe_quantize_rows(cumoe_context handle, const cumoe_format *format, cumoe_view x,
                                  cumoe_view static_scale, cumoe_view_mut codes, cumoe_view_mut scales,
                                  cumoe_stream stream)
@@ -33,6 +35,8 @@ cumoe_status cumoe_quantize_rows(cumoe_context handle, const cumoe_format *forma
   const cumoe_format f = *format;
   const operand x_want = {"x", x.rows, x.cols, FLOAT_BITS, 16};
   TRY(check_counted(context, &x_want, x));
+  REQUIRE(x.rows <= MOST_ROWS, CUMOE_ERR_INVALID_ARGUMENT, "x.rows is %lld, must be at most %d", (long long)x.rows,
+          (int)MOST_ROWS);
   TRY(check_rows_format(&f, x.cols));
   const row_format rows = rows_of(&f, static_scale.data);
   const operand static_want = {"static_scale", 1, 1, DTYPE_BIT(CUMOE_F32), 0},

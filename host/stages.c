@@ -19,6 +19,7 @@ static cumoe_status check_router(struct context *context, cumoe_view x, cumoe_vi
           "weight.cols is %lld, must be a positive multiple of 8", (long long)weight.cols);
   const operand x_want = {"x", x.rows, weight.cols, FLOAT_BITS, 16};
   TRY(check_counted(context, &x_want, x));
+  TRY(check_tokens("x.rows", x.rows, 0, 1));
   const uint32_t types = DTYPE_BIT(x.dtype & 31) | DTYPE_BIT(CUMOE_F32);
   const operand weight_want = {"weight", weight.rows, weight.cols, types, 16},
                 bias_want = {"bias", 1, weight.rows, types, 0};

@@ -118,6 +118,11 @@ void log_message(cumoe_log_level level, const char *format, ...)
   pthread_rwlock_unlock(&log_lock);
 }
 
+void forget_log_readers(void)
+{
+  log_lock = (pthread_rwlock_t)PTHREAD_RWLOCK_INITIALIZER;
+}
+
 /* ---- last error ---- */
 
 const char *cumoe_last_error(void)

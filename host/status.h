@@ -56,6 +56,8 @@ dtype_words say_dtype(int32_t dtype);
 
 void log_message(cumoe_log_level level, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
+void forget_log_readers(void); /* in the child of a fork() */
+
 #define TRY(expression)                                                                                                \
   do {                                                                                                                 \
     cumoe_status try_status_ = (expression);                                                                           \

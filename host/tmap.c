@@ -157,7 +157,7 @@ bool tmap_encode(void (*encoder)(void), const variant *v, gemm_sm90_args *args)
       .base = g->protocol.x_copy ? g->protocol.x_copy : g->a,
       .rank = 2,
       .size = {(uint64_t)g->k, (uint64_t)g->rows_cap},
-      .stride = {1, g->protocol.x_copy ? g->k : g->a_ld},
+      .stride = {1, g->protocol.x_copy || g->rows_cap == 1 ? g->k : g->a_ld}, /* of one row any ld passes the checks */
       .box = {line_of(rows), ROWS_OF_BOX(format_bits(rows))},
   };
   return encode(encoder, rows, &a, args->rows);

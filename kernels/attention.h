@@ -5,6 +5,7 @@
 #include "train.h"
 
 enum { ATTENTION_MAX_HEAD = 256 };
+enum { ATTENTION_MOST_KEYS = INT32_MAX - 4096 }; /* of a sequence: kernels look ahead of them in 32 bits */
 
 /* Units: a query's head (forward, dq), a key's head (dkv), a head (dsinks). */
 typedef struct attention_args {

@@ -383,6 +383,52 @@ static void test_hostile(cumoe_context context)
   }
 }
 
+static void check_recorded(cumoe_context context, const cumoe_attention_args *a)
+{
+  cumoe_fault fault = {.size = sizeof fault};
+  CHECK_OK(cumoe_attention(context, a, NULL));
+  CHECK_OK(cumoe_fault_read(context, NULL, &fault));
+  CHECK_MSG(fault.code == CUMOE_FAULT_SEQUENCE, "%d", (int)fault.code);
+  CHECK_OK(cumoe_fault_clear(context, NULL));
+  const tensor out = device_get(context, cumoe_const(a->out));
+  for (int64_t x = 0; x < out.rows * out.cols; x++) CHECK(tensor_get(&out, 0, x) == 0);
+}
+
+/* Also of sequences that no query is in; and more keys than a kernel can count, of pages that repeat. */
+static void test_recorded(cumoe_context context)
+{
+  static const int32_t outside[SEQUENCES + 1] = {0, 100, 100, 100, 100}, most[] = {INT32_MAX};
+  enum { LONG_PAGE = 1 << 20, LONG_PAGES = 1 << 11 };
+  static const int32_t pages[LONG_PAGES];
+  for (int i = 0; i < 2; i++) {
+    rng r = {7};
+    const attention_case c = {SELF, 0, 2, 1, 8, 0, 0, 0, 0, i ? CUMOE_BF16 : CUMOE_F32};
+    case_begin("offsets outside, %s", cumoe_dtype_name((cumoe_dtype)c.dtype));
+    problem p = make_problem(&r, &c);
+    cumoe_attention_args a = put_problem(context, &p, 0);
+    a.q_offsets = put_indices(context, outside, 1, SEQUENCES + 1);
+    check_recorded(context, &a);
+    case_end();
+    case_begin("2^31 - 1 keys, %s", cumoe_dtype_name((cumoe_dtype)c.dtype));
+    const cumoe_view k = cumoe_const(device_new(context, c.dtype, LONG_PAGE, 8, 0));
+    const tensor q = tensor_normal(&r, c.dtype, 2, 16, 0, 1);
+    const cumoe_attention_args far = {.size = sizeof far,
+                                      .heads = 2,
+                                      .kv_heads = 1,
+                                      .head_dim = 8,
+                                      .page = LONG_PAGE,
+                                      .window = 16,
+                                      .q = device_put(context, &q, 0),
+                                      .k = k,
+                                      .v = k,
+                                      .k_lengths = put_indices(context, most, 1, 1),
+                                      .pages = put_indices(context, pages, 1, LONG_PAGES),
+                                      .out = device_new(context, c.dtype, 2, 16, 0)};
+    check_recorded(context, &far);
+    case_end();
+  }
+}
+
 /* One token a sequence against a cache is the last row of the whole. */
 static void test_decode(cumoe_context context)
 {
@@ -1013,6 +1059,7 @@ static const test_group groups[] = {
     GROUP("sizes of heads", test_sizes, ANYWHERE),
     GROUP("NaN and infinity", test_nan, ANYWHERE),
     GROUP("hostile indices", test_hostile, ANYWHERE),
+    GROUP("what is recorded", test_recorded, ANYWHERE),
     GROUP("decode", test_decode, ANYWHERE),
     GROUP("rotary embedding", test_rope, ANYWHERE),
     GROUP("shapes", test_shapes, ANYWHERE),

@@ -5,6 +5,7 @@
 #include <ctype.h>
 #include <inttypes.h>
 #include <pthread.h>
+#include <sched.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -239,6 +240,56 @@ static void test_fork(cumoe_context context)
   CHECK(child > 0 && waitpid(child, &status, 0) == child);
   CHECK_MSG(WIFEXITED(status) && WEXITSTATUS(status) == 0, "the child ended with %d", status);
   CHECK_OK(cumoe_buffer_free(&buffer));
+  case_end();
+}
+
+static atomic_bool busy_ends;
+static atomic_int busy_turns;
+
+static void *allocate_and_free(void *context)
+{
+  while (!atomic_load(&busy_ends)) {
+    cumoe_buffer b = {0};
+    if (cumoe_buffer_alloc(context, CUMOE_F32, 1, 8, NULL, &b) == CUMOE_OK) (void)!cumoe_buffer_free(&b);
+    atomic_fetch_add(&busy_turns, 1);
+  }
+  return NULL;
+}
+
+/* A context and a buffer of its own, within a while. */
+static int in_another_child(void)
+{
+  const cumoe_context_config config = {.size = sizeof config, .cpu_threads = 1};
+  cumoe_context own = NULL;
+  cumoe_buffer mine = {0};
+  alarm(20);
+  if (cumoe_context_create(CUMOE_DEVICE_CPU, &config, &own) != CUMOE_OK) return 1;
+  if (cumoe_buffer_alloc(own, CUMOE_F32, 3, 3, NULL, &mine) != CUMOE_OK) return 2;
+  return cumoe_context_destroy(own) == CUMOE_OK ? 0 : 3;
+}
+
+/* What another thread held when the process forked, nobody would give back in the child. */
+static void test_fork_while_busy(void)
+{
+  const cumoe_context_config config = {.size = sizeof config, .cpu_threads = 1};
+  cumoe_context context = NULL;
+  pthread_t thread;
+  case_begin("another thread allocates and frees");
+  CHECK_OK(cumoe_context_create(CUMOE_DEVICE_CPU, &config, &context));
+  atomic_store(&busy_ends, false);
+  atomic_store(&busy_turns, 0);
+  CHECK(pthread_create(&thread, NULL, allocate_and_free, context) == 0);
+  fflush(stdout);
+  for (int i = 0, status = -1; i < 60; i++) {
+    for (const int turns = atomic_load(&busy_turns); atomic_load(&busy_turns) - turns < 50;) sched_yield();
+    const pid_t child = fork();
+    if (child == 0) _exit(in_another_child());
+    CHECK(child > 0 && waitpid(child, &status, 0) == child);
+    if (!CHECK_MSG(WIFEXITED(status) && WEXITSTATUS(status) == 0, "child %d ended with %d", i, status)) break;
+  }
+  atomic_store(&busy_ends, true);
+  pthread_join(thread, NULL);
+  CHECK_OK(cumoe_context_destroy(context));
   case_end();
 }
 
@@ -804,6 +855,7 @@ static const test_group groups[] = {
     ALONE("contexts", test_many_contexts, ONCE),
     GROUP("kernel table", test_kernel_table, ANYWHERE),
     GROUP("fork", test_fork, ANYWHERE),
+    ALONE("fork of several threads", test_fork_while_busy, ONCE),
     GROUP("lifetime of buffers", test_lifetime, ANYWHERE),
     GROUP("buffers of no elements", test_zero_sizes, ANYWHERE),
     GROUP("buffers of a scope", test_scope, ANYWHERE),

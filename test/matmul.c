@@ -204,6 +204,40 @@ static void test_empty(cumoe_context context)
   group_end();
 }
 
+/* A batch that lies one below the other in some columns of a matrix touches none of the others. */
+static void test_columns(cumoe_context context)
+{
+  enum { ROWS = 4, WIDE = 24, SIDE = 8 };
+  if (!group_begin("%s batches in columns", context_name(context))) return;
+  case_begin("a and c");
+  rng r = {3};
+  const tensor in = tensor_integers(&r, CUMOE_F32, 2 * ROWS, WIDE, 3),
+               b = tensor_integers(&r, CUMOE_F32, SIDE, SIDE, 3);
+  const cumoe_view x = device_put(context, &in, 0);
+  cumoe_matmul_args m = {.size = sizeof m,
+                         .alpha = 1,
+                         .batch = 2,
+                         .a = cumoe_matrix(x.data, CUMOE_F32, ROWS, SIDE, WIDE),
+                         .b = device_put(context, &b, 0),
+                         .c = cumoe_matrix_mut((float *)(uintptr_t)x.data + 2 * SIDE, CUMOE_F32, ROWS, SIDE, WIDE),
+                         .a_stride = ROWS * WIDE,
+                         .c_stride = ROWS * WIDE};
+  const tensor before = tensor_copy(&in);
+  CHECK_OK(cumoe_matmul(context, &m, NULL));
+  const tensor got = device_get(context, x);
+  for (int64_t row = 0; row < 2 * ROWS; row++)
+    for (int64_t col = 0; col < SIDE; col++) {
+      double want = 0;
+      for (int64_t k = 0; k < SIDE; k++) want += tensor_get(&before, row, k) * tensor_get(&b, k, col);
+      CHECK(tensor_get(&got, row, 2 * SIDE + col) == want);
+    }
+  m.c.data = (float *)(uintptr_t)x.data + SIDE / 2;
+  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_matmul(context, &m, NULL));
+  CHECK_TEXT("args.c overlaps args.a");
+  case_end();
+  group_end();
+}
+
 /* f32 without TF32: a product that 11 bits would get wrong. */
 static void test_precision(cumoe_context context)
 {
@@ -375,6 +409,7 @@ static void run_device(cumoe_context context)
   }
   test_products(context);
   test_batches(context);
+  test_columns(context);
   test_empty(context);
   test_precision(context);
   test_threads(context);

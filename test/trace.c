@@ -512,6 +512,78 @@ static void test_group_abort(void)
   }
 }
 
+/* ---- formats by themselves: what one needs is loaded without another ---- */
+
+static int64_t blocks(int64_t weights, int32_t block)
+{
+  return block ? (weights + block - 1) / block : 1;
+}
+
+static void lend_projection(world *w, cumoe_projection *p, const cumoe_format *f, int64_t out, int64_t in,
+                            int32_t halves)
+{
+  const bool bytes = f->element == CUMOE_ELEMENT_E4M3 || f->element == CUMOE_ELEMENT_S8;
+  const int64_t cols = bytes ? in : f->word == 4 ? in / 8 : in / 2;
+  const int32_t dtype = f->element == CUMOE_ELEMENT_E4M3 ? CUMOE_E4M3
+                        : bytes                          ? CUMOE_I8
+                        : f->word == 4                   ? CUMOE_I32
+                                                         : CUMOE_U8;
+  p->data = lend_in(w, dtype, EXPERTS * halves * out, cols);
+  p->scale.data = lend_in(w, f->scale, EXPERTS * halves * blocks(out, f->block[0]), blocks(in, f->block[1]));
+  if (f->global) p->global = lend_in(w, CUMOE_F32, EXPERTS, halves);
+}
+
+static void run_format_alone(const cumoe_format *f, int64_t tokens)
+{
+  world w = {.next = SHIM_LENT};
+  cumoe_moe_desc d = describe(CUMOE_BF16);
+  d.up_format = d.down_format = *f;
+  cumoe_weights_desc weights = {.size = sizeof weights,
+                                .experts = EXPERTS,
+                                .hidden = HIDDEN,
+                                .inter = INTER,
+                                .gate_order = CUMOE_GATE_UP_CONCAT,
+                                .up_major = CUMOE_OUT_IN,
+                                .down_major = CUMOE_OUT_IN,
+                                .dtype = CUMOE_BF16,
+                                .up_format = *f,
+                                .down_format = *f};
+  open_one(&w);
+  CHECK_OK(cumoe_plan_create(w.context, &d, &w.plan));
+  lend_projection(&w, &weights.gate_up, f, INTER, HIDDEN, 2);
+  lend_projection(&w, &weights.down, f, HIDDEN, INTER, 1);
+  CHECK_OK(cumoe_weights_bind(w.context, &weights, &w.weights));
+  cumoe_moe_args a = arguments(&w, &d, tokens);
+  a.ids = lend_in(&w, CUMOE_I32, tokens, TOP_K);
+  a.weights = lend_in(&w, CUMOE_F32, tokens, TOP_K);
+  CHECK_OK(cumoe_moe_forward(w.plan, w.weights, &a, w.stream));
+  end_world(&w);
+}
+
+static void test_formats_alone(void)
+{
+  static const struct {
+    int major, minor, smem;
+  } machines[] = {{8, 0, 163 * 1024}, {8, 9, 99 * 1024}, {9, 0, 227 * 1024}, {10, 0, 227 * 1024}};
+  const cumoe_format formats[] = {cumoe_format_fp8_block(CUMOE_F32),
+                                  cumoe_format_fp8_channel(CUMOE_F32),
+                                  cumoe_format_int8(CUMOE_F32),
+                                  cumoe_format_int4(128, CUMOE_BF16),
+                                  cumoe_format_mxfp4(),
+                                  cumoe_format_nvfp4(CUMOE_GLOBAL_NONE),
+                                  cumoe_format_nvfp4(CUMOE_GLOBAL_TIMES)};
+  for (size_t m = 0; m < sizeof machines / sizeof *machines; m++)
+    for (size_t f = 0; f < sizeof formats / sizeof *formats; f++) {
+      case_begin("compute capability %d.%d, format %d alone", machines[m].major, machines[m].minor, (int)f);
+      shim_reset();
+      shim.major = machines[m].major, shim.minor = machines[m].minor, shim.smem = machines[m].smem;
+      run_format_alone(&formats[f], 1);
+      run_format_alone(&formats[f], 300);
+      case_end();
+    }
+  shim_reset();
+}
+
 static int count_calls(const char *name)
 {
   int count = 0;
@@ -1412,6 +1484,7 @@ static const test_group groups[] = {
     ALONE("machines", test_machines, ONCE),
     ALONE("a full device", test_full_device, ONCE),
     ALONE("a group's abort", test_group_abort, ONCE),
+    ALONE("each format by itself", test_formats_alone, ONCE),
     ALONE("streams that wait", test_orders, ONCE),
     ALONE("peers", test_peers, ONCE),
     ALONE("refused in a capture", test_refused_in_capture, ONCE),

@@ -27,7 +27,7 @@ typedef struct cumoe_attention_args {
   int32_t window;       /* 0: no limit; w: a query sees w keys back, itself included, and w - 1 ahead if not causal */
   int32_t reserved;     /* 0 */
   float scale;          /* of q k; 0 = 1 / sqrt(D) */
-  float softcap;        /* c > 0: scores become c tanh(score / c) */
+  float softcap;        /* c > 0: scores become c tanh(score / c), on CUDA to c 2^-22 */
   cumoe_view q;         /* [Tq, Hq D], Tq below 2^31 */
   cumoe_view k, v;      /* [Tk, Hk D] of q's type, Tk below 2^31 */
   cumoe_view q_offsets; /* optional [1, S + 1] i32: sequence s has queries q_offsets[s] .. q_offsets[s + 1] - 1 */
@@ -50,8 +50,8 @@ typedef struct cumoe_attention_args {
  * A query that sees no key, or is in no sequence, gives exactly 0 (lse: -infinity; of one in a sequence, the sink if
  * there is one). A score of -infinity is that of a key that is not seen. A NaN in a query reaches its head alone, one
  * in a key or value the queries that see it. Sequences whose offsets or lengths are inconsistent (decreasing, outside q
- * or k, more than the pages hold) have no queries or no keys, and a page outside k is not seen; both are recorded
- * (CUMOE_FAULT_SEQUENCE).
+ * or k, more than the pages hold, past 2^31 - 4097 keys) have no queries or no keys, and a page outside k is not seen;
+ * both are recorded (CUMOE_FAULT_SEQUENCE).
  */
 CUMOE_CHECKED cumoe_status cumoe_attention(cumoe_context context, const cumoe_attention_args *args,
                                            cumoe_stream stream);

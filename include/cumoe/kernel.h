@@ -92,7 +92,7 @@ CUMOE_CHECKED cumoe_status cumoe_module_global(cumoe_module module, const char *
 /*
  * A kernel by name, loaded and with all its attributes set, so that its first launch may be captured.
  * max_dynamic_smem: the most bytes of dynamic shared memory that a launch will ask for; up to 48 KiB less the static
- * ones need not be stated. Of several lookups of one kernel the largest counts. Errors: INVALID_ARGUMENT (no such
+ * ones need not be stated. Each handle allows what it was looked up with. Errors: INVALID_ARGUMENT (no such
  * kernel, more shared memory than the GPU has), NOT_SUPPORTED (more than 64 parameters), NO_KERNEL_IMAGE, CUDA.
  */
 CUMOE_CHECKED cumoe_status cumoe_module_function(cumoe_module module, const char *name, uint32_t max_dynamic_smem,
@@ -203,8 +203,8 @@ static inline cumoe_arg cumoe_arg_bytes(const void *blob, size_t bytes)
 
 /*
  * Launches. Before any CUDA call: the handle, the shape against the kernel's and the GPU's limits, and the arguments
- * against the kernel's own parameter table: their count, the size of each; views also for staleness, device, bounds
- * and alignment. What a kernel does with a pointer cannot be checked: null data passes, and so does foreign memory.
+ * against the kernel's own parameter table: their count, the size of each; views also for staleness, device, bounds and
+ * alignment. What a kernel does with a pointer cannot be checked: a null pointer passes, and so does foreign memory.
  * Stream-ordered; may be captured. Errors: STALE_HANDLE, INVALID_ARGUMENT, WRONG_DEVICE, OUT_OF_BOUNDS, MISALIGNED,
  * NOT_SUPPORTED (clusters before compute capability 9.0), CUDA.
  */

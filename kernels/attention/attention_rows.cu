@@ -8,6 +8,8 @@
 template <class T, int UNITS, int LANES, int THREADS> DEVICE void row_attention(const attention_args &a)
 {
   static_assert(LANES == WARP_SIZE && UNITS == THREADS / WARP_SIZE, "a warp a head");
+  /* Those that no query is in, too, are recorded if they are inconsistent. */
+  for (int64_t i = threadIdx.x; blockIdx.x == 0 && i < a.sequences; i += THREADS) (void)sequence_of(a, i);
   const int64_t unit = (int64_t)blockIdx.x * UNITS + warp_id();
   if (unit >= a.units) return;
   const int64_t query = unit / a.heads;

@@ -34,7 +34,8 @@ template <bool REPORT> DEVICE void find_keys(const attention_args &a, sequence &
   const int64_t room = a.pages.data ? (int64_t)a.page_count * a.page : a.keys;
   s.key = offsets ? offsets[s.index] : 0;
   s.keys = a.k_lengths ? a.k_lengths[s.index] : offsets ? offsets[s.index + 1] - s.key : a.keys;
-  if (s.key < 0 || s.keys < 0 || s.key > room - s.keys) s.keys = bad_sequence<REPORT>(a, s.index);
+  if (s.key < 0 || s.keys < 0 || s.key > room - s.keys || s.keys > ATTENTION_MOST_KEYS)
+    s.keys = bad_sequence<REPORT>(a, s.index);
 }
 
 /* Without queries if what is said of them is inconsistent. */

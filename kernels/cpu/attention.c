@@ -27,7 +27,8 @@ static void find_keys(const attention_args *a, sequence *s)
   const int64_t room = a->pages.data ? (int64_t)a->page_count * a->page : a->keys;
   s->key = offsets ? offsets[s->index] : 0;
   s->keys = a->k_lengths ? a->k_lengths[s->index] : offsets ? offsets[s->index + 1] - s->key : a->keys;
-  if (s->key < 0 || s->keys < 0 || s->key > room - s->keys) s->keys = bad_sequence(a, s->index);
+  if (s->key < 0 || s->keys < 0 || s->key > room - s->keys || s->keys > ATTENTION_MOST_KEYS)
+    s->keys = bad_sequence(a, s->index);
 }
 
 /* Without queries if what is said of them is inconsistent. */
@@ -162,6 +163,7 @@ static void attend_head(const attention_args *a, int64_t query, int64_t head)
 void cpu_attention(const void *args, int64_t begin, int64_t end)
 {
   const attention_args *a = args;
+  for (int64_t i = 0; begin == 0 && i < a->sequences; i++) (void)sequence_of(a, i); /* also those without queries */
   for (int64_t unit = begin; unit < end; unit++) attend_head(a, unit / a->heads, unit % a->heads);
 }
 

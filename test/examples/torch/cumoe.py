@@ -42,6 +42,9 @@ class Struct(ctypes.Structure):
     """A struct of the headers; its size, where it has one, is set."""
 
     def __init__(self, **fields):
+        unknown = set(fields) - {name for name, *_ in self._fields_}
+        if unknown:
+            raise TypeError(f"{type(self).__name__} has no {', '.join(sorted(unknown))}")
         super().__init__(**fields)
         if self._fields_[0][0] == "size":
             self.size = ctypes.sizeof(self)
@@ -288,6 +291,8 @@ def array(name, tensors, listed, pointers):
         pointers.append(table)  # read during bind
         form.per_expert = ctypes.addressof(table)
     elif len(tensors[0]) > 1:
+        if tensors[0].stride(0) <= 0:
+            raise ValueError(f"{name}: each expert must have a matrix of its own, its stride is {tensors[0].stride(0)}")
         form.expert_stride = tensors[0].stride(0)
     form.data = view(first, rows, cols, ld)
     if listed:
@@ -310,11 +315,15 @@ def describe_weights(spec, tensors, dtype):
         if part == "data":
             format = spec["formats"][projection == "down"]
             if format and format[0] == ELEMENT_E2M1:
+                if mine[0].element_size() != 1:
+                    raise TypeError(f"{name}: codes of e2m1 are bytes, not {mine[0].dtype}")
                 form.data.dtype = U8  # also where the tensor says int8
             majors["down" if projection == "down" else "up"] = IN_OUT if turned != spec["transposed"] else OUT_IN
             target = getattr(desc, projection)
             target.data, target.per_expert, target.expert_stride = form.data, form.per_expert, form.expert_stride
         else:
+            if turned and min(form.data.rows, form.data.cols) > 1:
+                raise ValueError(f"{name}: rows must be contiguous")
             setattr(getattr(desc, projection), part, form)
     desc.up_major, desc.down_major = majors["up"], majors["down"]
     up, down = spec["formats"]
