@@ -98,6 +98,9 @@ static void list_views(const cumoe_attention_args *a, named_view *to)
   for (int i = 0; i < ATTENTION_VIEWS; i++) to[i] = views[i];
 }
 
+/* From here on a cap changes no score that it does not dwarf, and kernels, which multiply it in f32, would overflow. */
+#define MOST_SOFTCAP 0x1p60f
+
 static attention_args attention_arguments(const struct context *context, const cumoe_attention_args *a)
 {
   return (attention_args){.units = a->q.rows * a->heads,
@@ -122,7 +125,7 @@ static attention_args attention_arguments(const struct context *context, const c
                           .window = a->window,
                           .causal = (a->flags & CUMOE_ATTENTION_CAUSAL) != 0,
                           .scale = a->scale == 0 ? 1 / sqrt((double)a->head_dim) : (double)a->scale,
-                          .softcap = (double)a->softcap,
+                          .softcap = a->softcap < MOST_SOFTCAP ? (double)a->softcap : 0,
                           .fault = context->fault};
 }
 

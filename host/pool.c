@@ -1,5 +1,6 @@
 /* The pool of a context: allocation, accounting, the limit, what is done when the GPU is full, peers. */
 #include <limits.h>
+#include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
@@ -363,7 +364,7 @@ static cumoe_status set_access(struct context *context, int32_t peer, enum cudaM
   return CUMOE_OK;
 }
 
-static cumoe_status allow_peer(struct context *context, int32_t peer)
+static cumoe_status grant_peer(struct context *context, int32_t peer)
 {
   int count = 0, possible = 0;
   TRY_CUDA(cudaGetDeviceCount(&count));
@@ -382,6 +383,17 @@ static cumoe_status allow_peer(struct context *context, int32_t peer)
   save_error(&why);
   (void)set_access(context, peer, cudaMemAccessFlagsProtNone);
   restore_error(&why);
+  return status;
+}
+
+/* One after the other: one that fails takes back what another has granted. */
+static cumoe_status allow_peer(struct context *context, int32_t peer)
+{
+  static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+  cumoe_status status = CUMOE_OK;
+  pthread_mutex_lock(&lock);
+  if (!(atomic_load(&context->pool.peers) >> peer & 1)) status = grant_peer(context, peer);
+  pthread_mutex_unlock(&lock);
   return status;
 }
 

@@ -2,6 +2,7 @@
  * cumoe/attention.h: values against double, gradients against differences in double, the adjoint of v, every mask and
  * form of sequences, bad offsets and pages, NaN, the same bits from any number of threads; rotary embedding.
  */
+#include <float.h>
 #include <math.h>
 #include <stdlib.h>
 #include <cuda_runtime_api.h>
@@ -427,6 +428,23 @@ static void test_recorded(cumoe_context context)
     check_recorded(context, &far);
     case_end();
   }
+}
+
+static void test_wide_cap(cumoe_context context)
+{
+  rng r = {3};
+  const attention_case c = {SELF, 1, 2, 1, 8, 0, 0, 0, 0, CUMOE_BF16};
+  case_begin("a cap past all scores");
+  problem p = make_problem(&r, &c);
+  cumoe_attention_args a = put_problem(context, &p, 0);
+  CHECK_OK(cumoe_attention(context, &a, NULL));
+  const tensor without = device_get(context, cumoe_const(a.out));
+  a.softcap = FLT_MAX;
+  a.out = device_new(context, c.dtype, p.queries, p.tq.cols, 0);
+  CHECK_OK(cumoe_attention(context, &a, NULL));
+  const tensor with = device_get(context, cumoe_const(a.out));
+  check_same("out", &with, &without);
+  case_end();
 }
 
 /* One token a sequence against a cache is the last row of the whole. */
@@ -1060,6 +1078,7 @@ static const test_group groups[] = {
     GROUP("NaN and infinity", test_nan, ANYWHERE),
     GROUP("hostile indices", test_hostile, ANYWHERE),
     GROUP("what is recorded", test_recorded, ANYWHERE),
+    GROUP("a wide cap", test_wide_cap, ANYWHERE),
     GROUP("decode", test_decode, ANYWHERE),
     GROUP("rotary embedding", test_rope, ANYWHERE),
     GROUP("shapes", test_shapes, ANYWHERE),
