@@ -71,7 +71,7 @@ typedef struct cumoe_attention_backward_args {
  * With s the score before the cap, p = exp(score - lse) and g = p (dout v - delta), times the cap's derivative:
  *   dq = scale sum of g k     dk = scale sum of g q     dv = sum of p dout     dsinks = -sum of exp(sink - lse) delta
  * over the keys that a query sees, the queries that see a key, the heads that share it. Paged keys: NOT_SUPPORTED. A
- * key or query that is not finite may make gradients NaN where its score is -infinity, too: 0 times it is.
+ * key or query that is not finite may make gradients NaN where its score is -infinity, too (0 times infinity).
  */
 CUMOE_CHECKED cumoe_status cumoe_attention_backward(cumoe_context context, const cumoe_attention_backward_args *args,
                                                     cumoe_stream stream);
