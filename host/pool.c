@@ -197,12 +197,12 @@ cumoe_status pool_alloc(struct context *context, size_t bytes, cumoe_stream stre
 static cumoe_status free_custom(struct context *context, void *data, size_t bytes, cumoe_stream stream)
 {
   const cumoe_allocator *a = &context->pool.allocator;
-  device_scope scope;
-  cumoe_status status = enter_lost_device(context, &scope);
   const bool relaxes = !on_cpu(context);
-  const enum cudaStreamCaptureMode mode = relaxes ? relax_capture() : cudaStreamCaptureModeGlobal;
+  device_scope scope;
+  const cumoe_status status = enter_lost_device(context, &scope);
+  const enum cudaStreamCaptureMode mode = relaxes ? relax_capture() : cudaStreamCaptureModeRelaxed;
   a->free(a->user, data, bytes, stream);
-  if (relaxes) restore_capture(mode);
+  restore_capture(mode); /* nothing, of one that is relaxed */
   leave_device(&scope);
   return status;
 }
