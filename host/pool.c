@@ -387,13 +387,14 @@ static cumoe_status grant_peer(struct context *context, int32_t peer)
 }
 
 /* One after the other: one that fails takes back what another has granted. */
+static pthread_mutex_t peers_lock = PTHREAD_MUTEX_INITIALIZER;
+
 static cumoe_status allow_peer(struct context *context, int32_t peer)
 {
-  static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
   cumoe_status status = CUMOE_OK;
-  pthread_mutex_lock(&lock);
+  pthread_mutex_lock(&peers_lock);
   if (!(atomic_load(&context->pool.peers) >> peer & 1)) status = grant_peer(context, peer);
-  pthread_mutex_unlock(&lock);
+  pthread_mutex_unlock(&peers_lock);
   return status;
 }
 
