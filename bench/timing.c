@@ -105,8 +105,9 @@ static void discard(replay *r)
 }
 
 /* A peer that cannot be captured is not timed. */
-static cumoe_status give_up(replay *r)
+static cumoe_status unless_optional(const work *w, replay *r, cumoe_status status)
 {
+  if (status == CUMOE_OK || !w->optional) return status;
   discard(r);
   (void)cudaGetLastError();
   return CUMOE_OK;
@@ -119,8 +120,8 @@ static cumoe_status measure_in_turn(bench *b, const work *works, int32_t count, 
 {
   const int32_t samples = effort_of(b).samples;
   for (int32_t i = 0; i < count; ++i) {
-    const cumoe_status status = works[i].user ? prepare(b, &works[i], inputs, events, &replays[i]) : CUMOE_OK;
-    TRY(works[i].optional && status != CUMOE_OK ? give_up(&replays[i]) : status);
+    if (!works[i].user) continue;
+    TRY(unless_optional(&works[i], &replays[i], prepare(b, &works[i], inputs, events, &replays[i])));
   }
   for (int32_t n = 0; n < samples * count; ++n) {
     const int32_t s = n / count, i = n % count;
@@ -143,8 +144,7 @@ static cumoe_status measure_apart(bench *b, const work *works, int32_t count, co
     r->calls = r->repeats = 1;
     cumoe_status status = estimate(b, &works[i], 1, events, &us);
     if (status == CUMOE_OK) status = capture(b, &works[i], 1, r);
-    if (works[i].optional && status != CUMOE_OK) status = give_up(r);
-    TRY(status);
+    TRY(unless_optional(&works[i], r, status));
     if (!r->exec) continue;
     nanosleep(&pause, NULL);
     TRY_CUDA(b, cudaGraphLaunch(r->exec, b->stream));

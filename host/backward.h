@@ -77,9 +77,9 @@ cumoe_status check_keep(const struct plan *plan, const layer_operands *layer, co
 cumoe_status check_backward(cumoe_plan plan, cumoe_weights weights, cumoe_moe_args *a, const cumoe_moe_grads *g,
                             backward_operands *with);
 
-/* From d weights and coefficients of losses to d logits. */
 /* Zeros, in what there is. */
 cumoe_status clear_gradient(struct context *context, cumoe_view_mut d, cumoe_stream stream);
+/* From d weights and coefficients of losses to d logits. */
 cumoe_status run_gate_backward(struct context *context, const gate_backward_args *a, cumoe_stream stream);
 
 /* Gate and up as one matrix of 2 I channels, in the order that they have in memory: false if they are not one. */

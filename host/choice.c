@@ -150,7 +150,7 @@ static bool fits_head(const variant *v, const op_shape *s)
 }
 
 /* unpack reads scales as they are described: of e2m1 it has one row. */
-static bool takes_format(const variant *v, weight_format format)
+bool takes_format(const variant *v, weight_format format)
 {
   if (v->form == FORM_unpack && format == FORMAT_nv4) format = FORMAT_mx4;
   return !v->format || v->format == (int)format;

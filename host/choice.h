@@ -67,6 +67,9 @@ bool takes_tensor_maps(const variant *v);
 /* Whether a row of up takes its rows in row order alone, as permute or the kernel itself copies them. */
 bool takes_rows_in_order(const variant *v);
 
+/* Whether a row reads weights of the format, or whatever weights are. */
+bool takes_format(const variant *v, weight_format format);
+
 /* Rows an active expert gets when pairs fall evenly (the host cannot know the true counts: graphs stay valid); router:
  * logits, in rows of 256. */
 int64_t expected_rows(const op_shape *s);

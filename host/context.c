@@ -37,7 +37,7 @@ static void release_tables(void)
   hold_buffers(false);
 }
 
-static void count_fork(void)
+static void begin_child(void)
 {
   release_tables();
   forget_log_readers();
@@ -46,7 +46,7 @@ static void count_fork(void)
 
 static void watch_forks(void)
 {
-  (void)pthread_atfork(hold_tables, release_tables, count_fork);
+  (void)pthread_atfork(hold_tables, release_tables, begin_child);
 }
 
 cumoe_status check_process(const struct context *context)
@@ -302,17 +302,16 @@ static weight_format needed_for(const variant *v)
   return v->bm && format_is_scaled(format) ? format : FORMAT_none;
 }
 
-/* As host/choice.c has it: unpack of mx4 serves nv4, too. */
-static bool needs(weight_format format, const variant *v)
+/* Whether the row may be chosen for weights of the format; without one, for any. */
+static bool is_for(const variant *v, weight_format format)
 {
-  const weight_format own = needed_for(v);
-  return own == format || (format == FORMAT_nv4 && own == FORMAT_mx4 && v->form == FORM_unpack);
+  return needed_for(v) == FORMAT_none ? format == FORMAT_none : takes_format(v, format);
 }
 
 static cumoe_status load_rows(struct context *context, weight_format format)
 {
   for (int32_t i = 0; i < variant_count; i++)
-    if (needs(format, &variants[i]) && !operation_is_late((operation)variants[i].op)) TRY(load_row(context, i));
+    if (is_for(&variants[i], format) && !operation_is_late((operation)variants[i].op)) TRY(load_row(context, i));
   return CUMOE_OK;
 }
 

@@ -97,7 +97,7 @@ static cumoe_status check_ep_layer(const ep_call *c)
   TRY(check_workspace_view(g->context, "args.workspace", cumoe_const(a.workspace), c->at.bytes));
   TRY(check_off_arena(c));
   const named_view views[] = {LAYER_OUTPUTS(&a), {"args.placement", c->args.placement}};
-  TRY(check_overlaps(views, 6, 7));
+  TRY(check_overlaps(views, LAYER_OUTPUT_COUNT, sizeof views / sizeof *views));
   return check_layer_overlaps(&a, &with);
 }
 

@@ -236,10 +236,9 @@ cumoe_status check_layer_overlaps(const cumoe_moe_args *a, const layer_operands 
 {
   const named_view views[] = {
       LAYER_OUTPUTS(a), LAYER_INPUTS(a), {"args.residual", unless_in_place(a->residual, a->out)}};
-  const int outputs = 6; /* LAYER_OUTPUTS */
-  TRY(check_off_weights(views, outputs, "weights", with->weights));
-  if (with->shared) TRY(check_off_weights(views, outputs, "args.shared", with->shared));
-  return check_overlaps(views, outputs, sizeof views / sizeof *views);
+  TRY(check_off_weights(views, LAYER_OUTPUT_COUNT, "weights", with->weights));
+  if (with->shared) TRY(check_off_weights(views, LAYER_OUTPUT_COUNT, "args.shared", with->shared));
+  return check_overlaps(views, LAYER_OUTPUT_COUNT, sizeof views / sizeof *views);
 }
 
 cumoe_status check_layer_workspace(const struct plan *plan, const cumoe_moe_args *a)

@@ -34,6 +34,7 @@ cumoe_status check_layer_overlaps(const cumoe_moe_args *a, const layer_operands 
 #define LAYER_OUTPUTS(a)                                                                                               \
   WRITTEN(a, out), WRITTEN(a, ids_out), WRITTEN(a, weights_out), WRITTEN(a, counts_out), WRITTEN(a, load),             \
       WRITTEN(a, workspace)
+enum { LAYER_OUTPUT_COUNT = 6 };
 #define LAYER_INPUTS(a)                                                                                                \
   READ(a, x), READ(a, device_tokens), READ(a, router_weight), READ(a, router_bias), READ(a, logits), READ(a, ids),     \
       READ(a, weights), READ(a, select_bias), READ(a, expert_map), READ(a, shared_gate), READ(a, router_x),            \

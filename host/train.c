@@ -376,6 +376,14 @@ cumoe_status cumoe_cross_entropy(cumoe_context handle, const cumoe_cross_entropy
 
 enum { MOST_GRADIENTS = 1 << 20 };
 
+/* One that has been refused, by its number: to name all of them takes longer than to check them. */
+static cumoe_status refuse_gradient(struct context *context, const cumoe_view *gradients, int64_t number)
+{
+  char name[32];
+  (void)snprintf(name, sizeof name, "gradients[%lld]", (long long)number);
+  return check_input(context, name, gradients[number]);
+}
+
 /* Sums of squares: one a run of a row. */
 static cumoe_status count_runs(struct context *context, const cumoe_view *gradients, int64_t count, int64_t *runs)
 {
@@ -385,9 +393,7 @@ static cumoe_status count_runs(struct context *context, const cumoe_view *gradie
           (long long)count);
   *runs = 0;
   for (int64_t i = 0; i < count; i++) {
-    char name[32];
-    (void)snprintf(name, sizeof name, "gradients[%lld]", (long long)i);
-    TRY(check_input(context, name, gradients[i]));
+    if (check_input(context, "gradients", gradients[i]) != CUMOE_OK) return refuse_gradient(context, gradients, i);
     REQUIRE(!__builtin_add_overflow(*runs, gradients[i].rows * RUNS_IN_ROW(gradients[i].cols), runs) &&
                 *runs < (int64_t)1 << 43,
             CUMOE_ERR_INVALID_ARGUMENT, "gradients are larger than an address space");

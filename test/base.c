@@ -214,18 +214,24 @@ enum { CHILD_THREADS = 1 };
 enum { CHILD_THREADS = 3 };
 #endif
 
-/* The exit status of a child that inherits a context: 0 if all is as promised. */
-static int in_child(cumoe_context inherited, cumoe_buffer buffer)
+/* What a child may have: a context and a buffer of its own. The exit status, 0 if all is as promised. */
+static int with_own_context(void)
 {
   const cumoe_context_config config = {.size = sizeof config, .cpu_threads = CHILD_THREADS};
   cumoe_context own = NULL;
   cumoe_buffer mine = {0};
-  if (cumoe_synchronize(inherited, NULL) != CUMOE_ERR_NOT_SUPPORTED || !strstr(cumoe_last_error(), "fork")) return 1;
-  if (cumoe_buffer_free(&buffer) != CUMOE_ERR_NOT_SUPPORTED) return 2;
-  if (cumoe_context_destroy(inherited) != CUMOE_ERR_NOT_SUPPORTED) return 3;
   if (cumoe_context_create(CUMOE_DEVICE_CPU, &config, &own) != CUMOE_OK) return 4;
   if (cumoe_buffer_alloc(own, CUMOE_F32, 3, 3, NULL, &mine) != CUMOE_OK) return 5;
   return cumoe_context_destroy(own) == CUMOE_OK ? 0 : 6;
+}
+
+/* The same of one that inherits a context. */
+static int in_child(cumoe_context inherited, cumoe_buffer buffer)
+{
+  if (cumoe_synchronize(inherited, NULL) != CUMOE_ERR_NOT_SUPPORTED || !strstr(cumoe_last_error(), "fork")) return 1;
+  if (cumoe_buffer_free(&buffer) != CUMOE_ERR_NOT_SUPPORTED) return 2;
+  if (cumoe_context_destroy(inherited) != CUMOE_ERR_NOT_SUPPORTED) return 3;
+  return with_own_context();
 }
 
 static void test_fork(cumoe_context context)
@@ -256,16 +262,10 @@ static void *allocate_and_free(void *context)
   return NULL;
 }
 
-/* A context and a buffer of its own, within a while. */
-static int in_another_child(void)
+static int within_a_while(void)
 {
-  const cumoe_context_config config = {.size = sizeof config, .cpu_threads = 1};
-  cumoe_context own = NULL;
-  cumoe_buffer mine = {0};
   alarm(20);
-  if (cumoe_context_create(CUMOE_DEVICE_CPU, &config, &own) != CUMOE_OK) return 1;
-  if (cumoe_buffer_alloc(own, CUMOE_F32, 3, 3, NULL, &mine) != CUMOE_OK) return 2;
-  return cumoe_context_destroy(own) == CUMOE_OK ? 0 : 3;
+  return with_own_context();
 }
 
 /* What another thread held when the process forked, nobody would give back in the child. */
@@ -283,7 +283,7 @@ static void test_fork_while_busy(void)
   for (int i = 0, status = -1; i < 60; i++) {
     for (const int turns = atomic_load(&busy_turns); atomic_load(&busy_turns) - turns < 50;) sched_yield();
     const pid_t child = fork();
-    if (child == 0) _exit(in_another_child());
+    if (child == 0) _exit(within_a_while());
     CHECK(child > 0 && waitpid(child, &status, 0) == child);
     if (!CHECK_MSG(WIFEXITED(status) && WEXITSTATUS(status) == 0, "child %d ended with %d", i, status)) break;
   }

@@ -538,18 +538,11 @@ static void run_format_alone(const cumoe_format *f, int64_t tokens)
   world w = {.next = SHIM_LENT};
   cumoe_moe_desc d = describe(CUMOE_BF16);
   d.up_format = d.down_format = *f;
-  cumoe_weights_desc weights = {.size = sizeof weights,
-                                .experts = EXPERTS,
-                                .hidden = HIDDEN,
-                                .inter = INTER,
-                                .gate_order = CUMOE_GATE_UP_CONCAT,
-                                .up_major = CUMOE_OUT_IN,
-                                .down_major = CUMOE_OUT_IN,
-                                .dtype = CUMOE_BF16,
-                                .up_format = *f,
-                                .down_format = *f};
   open_one(&w);
   CHECK_OK(cumoe_plan_create(w.context, &d, &w.plan));
+  cumoe_weights_desc weights = describe_weights(&w, CUMOE_U8, EXPERTS, INTER, CUMOE_GATE_UP_CONCAT);
+  weights.dtype = CUMOE_BF16;
+  weights.up_format = weights.down_format = *f;
   lend_projection(&w, &weights.gate_up, f, INTER, HIDDEN, 2);
   lend_projection(&w, &weights.down, f, HIDDEN, INTER, 1);
   CHECK_OK(cumoe_weights_bind(w.context, &weights, &w.weights));
