@@ -221,7 +221,8 @@ static void test_columns(cumoe_context context)
                          .b = device_put(context, &b, 0),
                          .c = cumoe_matrix_mut((float *)(uintptr_t)x.data + 2 * SIDE, CUMOE_F32, ROWS, SIDE, WIDE),
                          .a_stride = ROWS * WIDE,
-                         .c_stride = ROWS * WIDE};
+                         .c_stride = ROWS * WIDE,
+                         .workspace = workspace_for(context)};
   const tensor before = tensor_copy(&in);
   CHECK_OK(cumoe_matmul(context, &m, NULL));
   const tensor got = device_get(context, x);
