@@ -248,6 +248,10 @@ static cumoe_status backward_weights(const backward *b, const expert_rows *e, co
   bias.padded = 0;
   down.d.bias[0] = NULL;
   split_halves(&up, e->w, e->d);
+  if (e->padded) {
+    up.tickets = tickets_of(b, TICKETS_OF_UP);
+    down.tickets = tickets_of(b, TICKETS_OF_DOWN);
+  }
   up.row_token = x->form == OF_TOKEN ? row_token_of(b) : NULL;
   down.row_token = d_out->form == OF_TOKEN ? row_token_of(b) : NULL;
   /* The first units of up's gradient may run beside the last ones of d h, which says when rows are there; those of

@@ -48,10 +48,16 @@ typedef struct pad_args {
   int64_t rows_cap;
 } pad_args;
 
-/* What the backward's two products by down_drawn draw, each from its own words (kernels/protocol.h), and what d h says
- * of itself, if its protocol is by_expert: of each expert how many octets of channels of rows of h and d z are stored.
- * CUDA only. */
-enum { TICKETS_OF_D_H = 0, TICKETS_OF_D_ROWS = PROGRESS_COPIED, D_H_STORED = 2 * PROGRESS_COPIED };
+/* What the backward's two products by down_drawn draw, each from its own words (kernels/protocol.h), and gradients of
+ * weights, each from a word; and what d h says of itself, if its protocol is by_expert: of each expert how many octets
+ * of channels of rows of h and d z are stored. CUDA only. */
+enum {
+  TICKETS_OF_D_H = 0,
+  TICKETS_OF_D_ROWS = PROGRESS_COPIED,
+  TICKETS_OF_UP = 2 * PROGRESS_COPIED,
+  TICKETS_OF_DOWN,
+  D_H_STORED
+};
 #define TICKET_WORDS(experts) (D_H_STORED + (experts))
 
 /* Which of its rows a matrix has for row r: r, that of its token or that of its pair. */
@@ -105,6 +111,7 @@ typedef struct rows_product_args {
  * multiple of ROW_STEP; but one of them may be OF_TOKEN, whose rows row_token has, and nobody weighs. weight_gradient:
  * all but the bias, which is there; bias_gradient: the bias. Unit: (expert, half, block of GRADIENT_BLOCK n), n
  * fastest.
+ * tickets: 0 before; units are drawn from it by kernels that can, else dealt in turn.
  * Hints to a kernel that starts early (kernels/protocol.h): nobody wants or touches what the grid ahead does (beside),
  * but for a d h (d_h: the words of its tickets; d_h_octets of a row): then its counts tell what is there.
  */
@@ -118,6 +125,7 @@ typedef struct weight_gradient_args {
   int32_t beside, d_h_octets;
   const int32_t *d_h;       /* NULL: none */
   const int32_t *row_token; /* as pad makes it, or NULL */
+  int32_t *tickets;         /* NULL: none */
   float scale;
 } weight_gradient_args;
 

@@ -48,14 +48,14 @@ struct gradient_shape {
 /* How the matrix of an expert is dealt to clusters: a unit is two neighbouring tiles, all of them along q, or all along
  * p; of an odd number of tiles those of the last column (or row) are neighbours the other way. */
 struct gradient_grid {
-  int32_t p, q;                 /* elements of a half along p, along q */
-  int32_t p_tiles, q_tiles;     /* tiles of a half */
-  int32_t p_all, q_all;         /* tiles of all halves */
-  bool across;                  /* q are outputs and p inputs; else the other way round */
-  bool gather_p, gather_q;      /* its rows are tokens' */
-  bool along_q;                 /* the two tiles are neighbours along q, and share p; else the other way round */
-  int32_t tall, wide, each;     /* units along p, along q; all, with those of the odd column or row */
-  int32_t experts_on, units_on; /* steps from a cluster's unit to its next one */
+  int32_t p, q;             /* elements of a half along p, along q */
+  int32_t p_tiles, q_tiles; /* tiles of a half */
+  int32_t p_all, q_all;     /* tiles of all halves */
+  bool across;              /* q are outputs and p inputs; else the other way round */
+  bool gather_p, gather_q;  /* its rows are tokens' */
+  bool along_q;             /* the two tiles are neighbours along q, and share p; else the other way round */
+  int32_t tall, wide, each; /* units along p, along q; all, with those of the odd column or row */
+  int32_t all;              /* experts' */
 };
 
 template <class S> DEVICE gradient_grid gradient_grid_of(const weight_gradient_args &g)
@@ -74,9 +74,7 @@ template <class S> DEVICE gradient_grid gradient_grid_of(const weight_gradient_a
   m.wide = m.along_q ? m.q_all / 2 : m.q_all;
   const int32_t odd = m.along_q ? m.q_all % 2 * ceil_div(m.p_all, 2) : m.p_all % 2 * ceil_div(m.q_all, 2);
   m.each = m.tall * m.wide + odd;
-  const int32_t clusters = (int)gridDim.x / S::CLUSTER;
-  m.experts_on = clusters / m.each;
-  m.units_on = clusters % m.each;
+  m.all = m.each * g.map.experts;
   return m;
 }
 
@@ -99,6 +97,14 @@ struct gradient_tile {
   int32_t expert, p, q;
 };
 
+/* Units on their way from who draws them to who reads them, each for the one after its own: a place is `ready`, then
+ * `taken` by all readers of both CTAs. */
+enum { UNITS_DRAWN = 4 };
+struct drawn_units {
+  int32_t unit[UNITS_DRAWN];
+  uint64_t ready[UNITS_DRAWN], taken[UNITS_DRAWN];
+};
+
 /* Consumers have no registers left: they read the grid, which is the same for all units, and each warp's tile from
  * here, anew each time. */
 template <class S> struct gradient_smem {
@@ -106,27 +112,54 @@ template <class S> struct gradient_smem {
   unsigned char slots[S::CONSUMERS][S::SLOTS][S::BLOCK * 128];
   uint64_t full[S::STAGES], empty[S::STAGES], there[S::CONSUMERS][S::SLOTS];
   uint64_t alone; /* the grids ahead have ended */
+  drawn_units drawn;
   row_steps rows[MAX_EXPERTS];
   gradient_grid grid;
   gradient_tile tiles[S::THREADS / WARP_SIZE];
 };
 
-/* Goes through a cluster's units: of all experts' units, every gridDim.x / CLUSTER-th. An expert's are counted from
- * another one than those of the expert before: else a cluster might get the same unit of all, one with less to do. */
+/* Where a warp is in the sequence of its cluster's units: the first one by the cluster's number, all others as they are
+ * drawn. So units that are under way at a time follow each other and began in their order, and what neighbours share
+ * is read at nearly the same time, and from L2 (see gemm/wgmma.cuh). */
+template <class S> struct unit_reader {
+  int32_t unit = (int)blockIdx.x / S::CLUSTER;
+  pipeline_state<UNITS_DRAWN> at;
+
+  /* By a warp. Of a CTA's warps one arms the barrier (ARMS). */
+  template <bool ARMS = false> DEVICE void advance(gradient_smem<S> &smem)
+  {
+    drawn_units &drawn = smem.drawn;
+    if (ARMS && lane_id() == 0) mbarrier_arrive_expect_tx(&drawn.ready[at.stage], sizeof drawn.unit[0]);
+    wait_for(&drawn.ready[at.stage], at.phase);
+    unit = drawn.unit[at.stage];
+    __syncwarp();
+    if (lane_id() < S::CLUSTER) mbarrier_arrive_cluster(&drawn.taken[at.stage], lane_id());
+    at.advance();
+  }
+
+  /* The readers of a CTA: consumers, the warp that copies, those that gather. */
+  DEVICE static int warps(const gradient_grid &m)
+  {
+    return S::CONSUMERS * S::GROUP / WARP_SIZE + 1 + (m.gather_p || m.gather_q ? (int)S::GATHERERS : 0);
+  }
+};
+
+/* By one lane of the first CTA. What a ticket says is looked at when the unit's stages have been asked for. */
+template <class S> DEVICE void send_unit(gradient_smem<S> &smem, const pipeline_state<UNITS_DRAWN> &at, int32_t unit)
+{
+  wait_for(&smem.drawn.taken[at.stage], at.phase ^ 1);
+  for (int rank = 0; rank < S::CLUSTER; rank++)
+    st_async_cluster(&smem.drawn.unit[at.stage], rank, unit, &smem.drawn.ready[at.stage]);
+}
+
+/* A unit of an expert. Those of one are counted from another one than those of the expert before: else a cluster might
+ * get the same unit of all, one with less to do. */
 struct gradient_cursor {
   int32_t expert, unit; /* unit: among the expert's */
 
-  template <class S> DEVICE static gradient_cursor first(const gradient_grid &m)
+  DEVICE gradient_cursor(const gradient_grid &m, int32_t index)
+      : expert((int32_t)((uint32_t)index / (uint32_t)m.each)), unit(index - expert * m.each)
   {
-    const int32_t index = (int)blockIdx.x / S::CLUSTER;
-    return {index / m.each, index % m.each};
-  }
-
-  DEVICE void advance(const gradient_grid &m)
-  {
-    expert += m.experts_on;
-    unit += m.units_on;
-    if (unit >= m.each) unit -= m.each, expert++;
   }
 
   /* The unit's number, of which those of the odd column or row are the last. */
@@ -237,15 +270,20 @@ DEVICE void copy_unit(const weight_gradient_sm90_args &args, gradient_smem<S> &s
   }
 }
 
-/* Units from the cursor's on; WAITS: until the grids ahead have ended. */
+/* Units from the reader's on; WAITS: until the grids ahead have ended. */
 template <class S, bool WAITS>
-DEVICE void produce_units(const weight_gradient_sm90_args &args, gradient_smem<S> &smem, gradient_cursor &cursor,
+DEVICE void produce_units(const weight_gradient_sm90_args &args, gradient_smem<S> &smem, unit_reader<S> &reader,
                           pipeline_state<S::STAGES> &at)
 {
   const gradient_grid &m = smem.grid;
+  const int32_t clusters = (int)gridDim.x / S::CLUSTER;
+  const bool draws = cluster_ctarank() == 0 && lane_id() == 0;
 #pragma unroll 1
-  for (; cursor.expert < args.g.map.experts; cursor.advance(m)) {
+  for (; reader.unit < m.all; reader.template advance<true>(smem)) {
     if (WAITS && mbarrier_test_wait(&smem.alone, 0)) break;
+    int32_t next = reader.unit;
+    if (draws && args.g.tickets) next = atomicAdd(args.g.tickets, 1);
+    const gradient_cursor cursor(m, reader.unit);
     const gradient_tile tile = cursor.tile(m);
     const row_steps rows = smem.rows[cursor.expert];
     if (WAITS && rows.halves) {
@@ -256,18 +294,20 @@ DEVICE void produce_units(const weight_gradient_sm90_args &args, gradient_smem<S
       copy_unit<S, true>(args, smem, tile, rows, at);
     else
       copy_unit<S, false>(args, smem, tile, rows, at);
+    if (draws) send_unit<S>(smem, reader.at, clusters + next);
+    __syncwarp();
   }
 }
 
 template <class S> DEVICE void produce_gradient(const weight_gradient_sm90_args &args, gradient_smem<S> &smem)
 {
-  auto cursor = gradient_cursor::first<S>(smem.grid);
+  unit_reader<S> reader;
   pipeline_state<S::STAGES> at;
   if (args.g.d_h) {
-    produce_units<S, true>(args, smem, cursor, at);
+    produce_units<S, true>(args, smem, reader, at);
     fence_proxy_async_global();
   }
-  produce_units<S, false>(args, smem, cursor, at);
+  produce_units<S, false>(args, smem, reader, at);
 }
 
 /* ---- who gathers ---- */
@@ -318,7 +358,8 @@ template <class S, bool OF_P> DEVICE void gather_operand(const weight_gradient_s
   pipeline_state<S::STAGES> at;
   if (own) at.advance();
 #pragma unroll 1
-  for (auto cursor = gradient_cursor::first<S>(m); cursor.expert < g.map.experts; cursor.advance(m)) {
+  for (unit_reader<S> reader; reader.unit < m.all; reader.advance(smem)) {
+    const gradient_cursor cursor(m, reader.unit);
     const gradient_tile tile = cursor.tile(m);
     const int32_t begin = OF_P ? first_p<S>(g, m, tile) : first_q<S>(g, m, tile), end = outputs ? g.n : g.k,
                   column = begin + lane::vector() * 8;
@@ -531,7 +572,8 @@ template <class S> DEVICE void consume_gradient(const weight_gradient_sm90_args 
   pipeline_state<S::STAGES> at;
   pipeline_state<S::SLOTS> slot;
 #pragma unroll 1
-  for (auto cursor = gradient_cursor::first<S>(m); cursor.expert < args.g.map.experts; cursor.advance(m)) {
+  for (unit_reader<S> reader; reader.unit < m.all; reader.advance(smem)) {
+    const gradient_cursor cursor(m, reader.unit);
     const gradient_tile tile = cursor.tile(m);
     const row_steps rows = smem.rows[cursor.expert];
     const gradient_place place = gradient_place::of<S>(args, m, tile, group);
@@ -562,6 +604,10 @@ template <class S> DEVICE void gradient_gemm(const weight_gradient_sm90_args &ar
     prefetch_tensormap(args.q);
     prefetch_tensormap(args.d);
     mbarrier_init(&smem.alone, 1);
+    for (int i = 0; i < UNITS_DRAWN; i++) {
+      mbarrier_init(&smem.drawn.ready[i], 1);
+      mbarrier_init(&smem.drawn.taken[i], S::CLUSTER * unit_reader<S>::warps(smem.grid));
+    }
     for (int s = 0; s < S::SLOTS; s++)
       for (int group = 0; group < S::CONSUMERS; group++) mbarrier_init(&smem.there[group][s], 1);
     for (int s = 0; s < S::STAGES; s++) {

@@ -138,35 +138,35 @@ template <class S> DEVICE bool copies(const gemm_args &args)
   return S::GATHERED && args.protocol.x_copy;
 }
 
-/* Units of a grid go to its clusters in turn. A down that does not wait for the end of up draws tickets instead, so
- * that a cluster that starts late has fewer; and one whose units differ much (DRAWS). Then the first CTA of a cluster
- * draws and sends the unit to the other; it is never more than STAGES units ahead, as both fill each other's stages.
- * Where all producers gather, its first warp draws, and sends it to both. */
+/* Clusters draw their units where they can: by tickets. Units that are under way at a time follow each other then, and
+ * began in their order, so that what neighbours share is read at nearly the same time, and from L2: dealt in turn,
+ * clusters drift apart, and up reads two to four times as much memory. Besides, who starts late, as in a down that does
+ * not wait for up's end (follows), or has large units has fewer. The first CTA of a cluster draws and sends the unit to
+ * both; it is never more than STAGES units ahead, as both fill each other's stages. */
 template <class S> struct unit_scheduler {
-  int64_t index = blockIdx.x / S::CLUSTER;
-  int32_t next = 0;
+  int32_t index = blockIdx.x / S::CLUSTER;
   pipeline_state<UNITS_AHEAD> slot;
 
-  DEVICE static bool draws(const gemm_args &args)
-  {
-    if (S::DRAWS) return true;
-    return !S::GATHERED && args.protocol.by_expert;
-  }
+  static constexpr int TICKETS = S::GATHERED ? PROGRESS_UP_TICKETS : PROGRESS_UNIT_TICKETS;
 
-  DEVICE static bool draws_for_all(const gemm_args &args) { return S::DRAWS && S::gathers(args); }
+  DEVICE static bool follows(const gemm_args &args) { return !S::GATHERED && args.protocol.by_expert; }
+  DEVICE static bool draws(const gemm_args &args) { return S::DRAWS || follows(args) || copies<S>(args); }
+
+  /* Of the producers that go through units, where all gather: the one that does it for all. */
+  DEVICE static bool first_warp(const gemm_args &args) { return !(S::DRAWS && S::gathers(args)) || warp_id() == 0; }
 
   /* The unit after `index`, by a whole warp. An absent one is skipped. */
   DEVICE void draw(const gemm_args &args, wgmma_smem<S> &smem)
   {
-    const bool all = draws_for_all(args);
-    if (!draws(args) || cluster_ctarank() != 0 || (all && warp_id() != 0)) return;
+    if (!draws(args) || cluster_ctarank() != 0 || !first_warp(args)) return;
+    int32_t next;
     do {
       int32_t ticket = 0;
-      if (lane_id() == 0) ticket = atomicAdd(args.protocol.progress + PROGRESS_UNIT_TICKETS, 1);
+      if (lane_id() == 0) ticket = atomicAdd(args.protocol.progress + TICKETS, 1);
       next = (int)gridDim.x / S::CLUSTER + __shfl_sync(ALL_LANES, ticket, 0);
     } while (wgmma_unit<S>(args, smem.table, next).absent);
-    if (all && lane_id() == 0) st_async_cluster(&smem.drawn[slot.stage], 0, next, &smem.drawn_ready[slot.stage]);
-    if (lane_id() == 0) st_async_cluster(&smem.drawn[slot.stage], 1, next, &smem.drawn_ready[slot.stage]);
+    if (lane_id() < S::CLUSTER)
+      st_async_cluster(&smem.drawn[slot.stage], lane_id(), next, &smem.drawn_ready[slot.stage]);
   }
 
   DEVICE void advance(const gemm_args &args, wgmma_smem<S> &smem)
@@ -175,15 +175,11 @@ template <class S> struct unit_scheduler {
       index += gridDim.x / S::CLUSTER;
       return;
     }
-    const bool all = draws_for_all(args);
-    if (all || cluster_ctarank() != 0) {
-      if (lane_id() == 0 && (!all || warp_id() == 0))
-        mbarrier_arrive_expect_tx(&smem.drawn_ready[slot.stage], sizeof smem.drawn[0]);
-      wait_for(&smem.drawn_ready[slot.stage], slot.phase);
-      next = smem.drawn[slot.stage];
-    }
+    if (lane_id() == 0 && first_warp(args))
+      mbarrier_arrive_expect_tx(&smem.drawn_ready[slot.stage], sizeof smem.drawn[0]);
+    wait_for(&smem.drawn_ready[slot.stage], slot.phase);
+    index = smem.drawn[slot.stage];
     slot.advance();
-    index = next;
   }
 
   /* The unit at `index`, or the next one that is not absent; behind the last one that of no expert. */
@@ -473,7 +469,7 @@ template <class S>
 DEVICE void wait_for_operands(const gemm_args &args, const tile_table &table, const tile_unit &tile, int32_t copied)
 {
   if (copies<S>(args)) wait_for_rows(args, copied, tile.row, tile.rows);
-  if (S::DRAWS || !unit_scheduler<S>::draws(args)) return;
+  if (S::DRAWS || !unit_scheduler<S>::follows(args)) return;
   wait_for_h(args, table, tile.expert);
   fence_proxy_async_global();
 }
@@ -717,7 +713,7 @@ template <class S> DEVICE void wgmma_gemm(const gemm_sm90_args &args, wgmma_smem
     }
     fence_mbarrier_init();
   }
-  if (S::DRAWS ? !args.g.protocol.early_inputs : !unit_scheduler<S>::draws(args.g)) wait_for_earlier_grids();
+  if (S::DRAWS ? !args.g.protocol.early_inputs : !unit_scheduler<S>::follows(args.g)) wait_for_earlier_grids();
   fence_proxy_async_global(); /* they wrote the rows that the boxes bring */
   build_tile_table<S::BM, S::THREADS>(args.g, smem.table);
   barrier_cluster(); /* the other CTA's barriers are initialised */
