@@ -641,7 +641,7 @@ static bool cuts_columns(const gemm_args *g)
   return !format_is_scaled((weight_format)g->b.format) && !g->b.table[0];
 }
 
-/* Outputs first .. of down alone. Units that are drawn are so once (PROGRESS_UNIT_TICKETS). */
+/* Outputs first .. of down alone. Units that are drawn are so once (PROGRESS_DOWN_TICKETS). */
 static void cut_columns(gemm_args *g, int32_t first, int32_t columns)
 {
   if (first > 0) g->protocol.by_expert = false;

@@ -364,7 +364,7 @@ enum { CPU_N_BLOCK = 32 };
  *   rows:    of rows of a in row order: (k, row); a box is a line of k x ROWS_OF_BOX
  * up_keep besides writes gate and up as the activation gets them, rounded, to z[0] and z[1]: [rows_cap, N], ld z_ld. Of
  * gated SILU and SWIGLU_OAI, without pair_weights; gate and up do not lie element by element.
- * down_drawn is down, whose clusters draw their units (PROGRESS_UNIT_TICKETS of protocol.progress, 0 before).
+ * down_drawn is down, whose clusters draw their units (PROGRESS_DOWN_TICKETS of protocol.progress, 0 before).
  * down_activated is down_drawn of rows in their order or, with row_pair, anywhere: row_pair[r] is then a's row, -1 of
  * one that is zeros. Its sums, rounded, are d h, and it writes what `activation` makes of them: h to c and d z to d_z
  * (as z, [rows_cap, N] each, ld z_ld), both times row_weight, or zeros where that is 0; and zeros to the rows behind an

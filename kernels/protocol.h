@@ -38,12 +38,13 @@
 /*
  * Words, by index:
  *   COPY_TICKETS  tickets drawn to copy rows of x: COPY_TICKET rows each
- *   UP_TICKETS, UNIT_TICKETS  tickets drawn by clusters of up with x_copy, of down: a unit each
+ *   UP_TICKETS    tickets drawn by clusters of an up with x_copy: a unit each
+ *   DOWN_TICKETS  the same of down
  *   COPIED        rows in x_copy, of each COPY_GROUP; added after their stores
  *   STORED        of each expert: channels of h that are stored, summed over its row tiles; added by release
  * Whoever waits for a word waits for CTAs that have started: tickets are drawn, not assigned.
  */
-enum { PROGRESS_COPY_TICKETS, PROGRESS_UP_TICKETS, PROGRESS_UNIT_TICKETS, PROGRESS_COPIED };
+enum { PROGRESS_COPY_TICKETS, PROGRESS_UP_TICKETS, PROGRESS_DOWN_TICKETS, PROGRESS_COPIED };
 enum { COPY_TICKET = 4, COPY_GROUP = 64 };
 #define PROGRESS_STORED(rows)         (PROGRESS_COPIED + (rows) / COPY_GROUP + 1)
 #define PROGRESS_WORDS(rows, experts) (PROGRESS_STORED(rows) + (experts))

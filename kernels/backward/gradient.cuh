@@ -152,8 +152,8 @@ template <class S> DEVICE void send_unit(gradient_smem<S> &smem, const pipeline_
     st_async_cluster(&smem.drawn.unit[at.stage], rank, unit, &smem.drawn.ready[at.stage]);
 }
 
-/* A unit of an expert. Those of one are counted from another one than those of the expert before: else a cluster might
- * get the same unit of all, one with less to do. */
+/* A unit of an expert. Those of one are counted from another one than those of the expert before: else a cluster that
+ * has them in turn might get the same unit of all, one with less to do. */
 struct gradient_cursor {
   int32_t expert, unit; /* unit: among the expert's */
 

@@ -147,7 +147,7 @@ template <class S> struct unit_scheduler {
   int32_t index = blockIdx.x / S::CLUSTER;
   pipeline_state<UNITS_AHEAD> slot;
 
-  static constexpr int TICKETS = S::GATHERED ? PROGRESS_UP_TICKETS : PROGRESS_UNIT_TICKETS;
+  static constexpr int TICKETS = S::GATHERED ? PROGRESS_UP_TICKETS : PROGRESS_DOWN_TICKETS;
 
   DEVICE static bool follows(const gemm_args &args) { return !S::GATHERED && args.protocol.by_expert; }
   DEVICE static bool draws(const gemm_args &args) { return S::DRAWS || follows(args) || copies<S>(args); }
