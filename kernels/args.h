@@ -385,11 +385,11 @@ typedef struct gemm_sm90_args {
   int32_t c_mode, c_power_of_two;
 } gemm_sm90_args;
 
-enum { ALONG_PART = 64 }; /* channels */
+enum { ALONG_PART = 32 }; /* channels */
 #define ALONG_PARTS(n) (((n) + 4 * ALONG_PART - 1) / (4 * ALONG_PART) * 4)
 
 /* Boxes of its tensor map: channels, tokens. */
-enum { KEPT_WIDE = 64, KEPT_TOKENS = 8 };
+enum { KEPT_WIDE = 64, KEPT_TOKENS = 48 };
 
 typedef struct down_activated_args {
   gemm_sm90_args gemm;

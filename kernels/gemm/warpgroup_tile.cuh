@@ -33,7 +33,6 @@ template <class PRODUCT, int BM_, int BN, int BK_, int STAGES_, int WARPS> struc
   static constexpr int BM = BM_, BK = BK_, STAGES = STAGES_;
   static constexpr int COLUMNS = PRODUCT::HALVES * BN; /* weight rows of a tile */
   static constexpr int CONSUMERS = 2, GROUP = 128, BLOCK = 64, THREADS = WARPS * WARP_SIZE;
-  static constexpr int FINISHERS = PRODUCT::ACTIVATES; /* warpgroups, behind consumers: gemm/activated.cuh */
   static constexpr int BLOCKS = COLUMNS / BLOCK / CONSUMERS,
                        ACCUMULATORS = BM / 2; /* of a consumer; of a block a thread */
   static constexpr int OCTETS = 2 * BLOCKS;   /* of weight rows, of a warp */
@@ -42,8 +41,8 @@ template <class PRODUCT, int BM_, int BN, int BK_, int STAGES_, int WARPS> struc
   static constexpr bool PACKED = false;
   static constexpr int LINES = 1, LINE = BK, WEIGHT_LINE = BK;
   static constexpr int STAGED = 1; /* 512 bytes of outputs that a warp stages */
-  static_assert(BK * BITS == WGMMA_BK * 16 && THREADS == (1 + CONSUMERS + FINISHERS) * GROUP,
-                "a swizzle line of k; whole warpgroups");
+  static_assert(BK * BITS == WGMMA_BK * 16 && THREADS == (CONSUMERS + 1) * GROUP,
+                "a swizzle line of k; three warpgroups");
   static_assert(BM % WGMMA_STEP == 0 && BM <= 256, "whole wgmma operands");
   static_assert(COLUMNS % (BLOCK * CONSUMERS) == 0 && UNITS_AHEAD > STAGES, "whole blocks; see there");
   static_assert(BLOCKS <= 2, "an stmatrix has four octets");
@@ -80,6 +79,9 @@ template <class S> DEVICE row_range rows_of_tile(row_range rows, int tile, int t
                 end = (int32_t)(steps * (tile + 1) / tiles) * WGMMA_STEP;
   return {rows.begin + begin, min(min(end, rows.count) - begin, S::BM)};
 }
+
+/* Of what is activated: stages behind a tile's products (gemm/activated.cuh), KEPT_TOKENS each. */
+template <class S> constexpr int KEPT_STAGES = (S::BM + KEPT_TOKENS - 1) / KEPT_TOKENS;
 
 /* A unit without expert is the last. */
 template <class S>
@@ -125,9 +127,9 @@ template <class S, int N, bool CODES = S::BITS == 8> struct wgmma_step : wgmma_m
 template <class S, int N> struct wgmma_step<S, N, true> : wgmma_m64k32<typename S::X, N> {
 };
 
-/* What is to be done while the products of a step are under way. */
+/* What is to be done while the first products of a unit are under way. */
 struct nothing_meanwhile {
-  DEVICE void operator()(int /* k0 */) const {}
+  DEVICE void operator()() const {}
 };
 
 /* acc = weights x rows of one unit, N tokens wide. A stage is released one step later, when its wgmmas are over; at
@@ -154,7 +156,7 @@ DEVICE void multiply_n(const gemm_args &args, pipeline_smem<S> &smem, pipeline_s
       for (int i = 0; i < S::BLOCKS; i++)
         wgmma_step<S, N>::run(acc[i], a + k * K16 + i * NEXT, b + k * 2, k > 0 || k0 > 0);
     wgmma_commit_group();
-    meanwhile(k0);
+    if (k0 == 0) meanwhile();
     wgmma_wait_group<AT_ONCE ? 0 : 1>();
     const int done = AT_ONCE ? (int)at.stage : before;
     if (done >= 0) release_stage<S>(smem, done);
@@ -543,13 +545,12 @@ DEVICE void store_tile(const gemm_args &args, bool up_first, wgmma_staging<S> &s
 }
 
 /* A consumer whose channels are all past the last one keeps releasing stages. */
-template <class S, class F = nothing_meanwhile>
-DEVICE void skip(const gemm_args &args, pipeline_smem<S> &smem, pipeline_state<S::STAGES> &at, const F &meanwhile = {})
+template <class S> DEVICE void skip(const gemm_args &args, pipeline_smem<S> &smem, pipeline_state<S::STAGES> &at)
 {
+  const int end = S::ACTIVATES ? round_up(args.k, (int)S::BK) + KEPT_STAGES<S> * S::BK : args.k;
 #pragma unroll 1
-  for (int k0 = 0; k0 < args.k; k0 += S::BK, at.advance()) {
+  for (int k0 = 0; k0 < end; k0 += S::BK, at.advance()) {
     wait_for(&smem.full[at.stage], at.phase);
-    meanwhile(k0);
     __syncwarp();
     release_stage<S>(smem, at.stage);
   }

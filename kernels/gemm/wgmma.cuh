@@ -37,18 +37,14 @@ struct wgmma_shape : pipeline_shape<PRODUCT, BM, BN, BK, STAGES, WARPS> {
       wgmma_shape::BITS == 16 && !(wgmma_shape::N_MAJOR && !PRODUCT::ACTIVATES && N <= 96);
   static constexpr bool SCALES_BY_COPY = true;
   /* Of codes of e4m3: a piece's channels of eight tokens (token_store.cuh). */
-  static constexpr int STAGED = PRODUCT::ACTIVATES                         ? D_H_SLOTS
-                                : !same_type<typename PRODUCT::X, e4m3>    ? 1
-                                : PRODUCT::EPILOGUE == EPILOGUE_activation ? 2
-                                                                           : 4;
+  static constexpr int STAGED =
+      same_type<typename PRODUCT::X, e4m3> ? PRODUCT::EPILOGUE == EPILOGUE_activation ? 2 : 4 : 1;
   static constexpr bool WOVEN = false; /* rows are put into another order in their stages (gemm/packed.cuh) */
   static constexpr int HELPERS = 0;    /* warps of producers that arrive at a stage's `full`, too */
   /* A consumer counts a tile as stored while the next one's first products are under way: its release waits for what is
    * stored. */
-  static constexpr bool TELLS_LATER = PRODUCT::KEEPS;
-  /* 384 threads start with 168 each, 512 with 128. */
-  static constexpr int CONSUMER_REGISTERS = PRODUCT::ACTIVATES ? 208 : 224, FINISHER_REGISTERS = 64,
-                       PRODUCER_REGISTERS = PRODUCT::ACTIVATES ? 32 : 56;
+  static constexpr bool TELLS_LATER = PRODUCT::ACTIVATES || PRODUCT::KEEPS;
+  static constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 56; /* 384 threads start with 168 each */
 
   /* Gathering: 8 threads copy the 128 bytes of a row. */
   static constexpr int GATHER_ROWS = wgmma_shape::GROUP / 8, GATHERS = BM / GATHER_ROWS;
@@ -81,13 +77,7 @@ template <class S, bool PACKED = S::PACKED> struct unit_found {
 template <class S> struct unit_found<S, true> {
 };
 
-template <class S>
-struct wgmma_smem : kept_boxes<S>,
-                    pipeline_smem<S>,
-                    packed_stages<S>,
-                    token_scale_stages<S>,
-                    unit_found<S>,
-                    activated_rings<S> {
+template <class S> struct wgmma_smem : pipeline_smem<S>, packed_stages<S>, token_scale_stages<S>, unit_found<S> {
   int32_t drawn[UNITS_AHEAD];
   uint64_t drawn_ready[UNITS_AHEAD];
 };
@@ -440,6 +430,7 @@ DEVICE void produce_ordered(const gemm_sm90_args &args, wgmma_smem<S> &smem, con
     scales.next += scales.step;
     __syncwarp();
   }
+  if constexpr (S::ACTIVATES) produce_kept<S, false>(activated_of<S>(args), smem, tile, at);
 }
 
 /* The same where all producers gather rows, and each warp asks for a box of weights at most: rows of one that asks for
@@ -507,7 +498,10 @@ template <class S, bool GATHERING> DEVICE void produce_units(const gemm_sm90_arg
       produce_unit<S, true, GATHERING>(args, smem, unit.tile, slot, rows, at);
     else
       produce_unit<S, false, GATHERING>(args, smem, unit.tile, slot, rows, at);
-    if (S::ACTIVATES) scheduler.draw(args.g, smem); /* the later, the evener: consumers have stages to multiply */
+    if constexpr (S::ACTIVATES) {
+      scheduler.draw(args.g, smem); /* the later, the evener: consumers have stages to multiply meanwhile */
+      produce_kept<S, true>(activated_of<S>(args), smem, unit.tile, at);
+    }
     slot = (slot + 1) % UNITS_AHEAD;
   }
 }
@@ -624,7 +618,13 @@ DEVICE void consume_tokens(const gemm_sm90_args &args, wgmma_smem<S> &smem, pipe
 /* The same of the unit at `slot`, if there is one, by the group. */
 template <class S> DEVICE void tell_stored(const gemm_args &args, const wgmma_smem<S> &smem, int slot, int group)
 {
-  if (slot >= 0) add_tile_stored<S>(args, smem.units[slot], group, false);
+  if (slot < 0) return;
+  if constexpr (S::ACTIVATES) {
+    bar_sync(1 + group, S::GROUP);
+    if (threadIdx.x % S::GROUP == 0) add_activated_stored<S>(args, smem.units[slot], group);
+  } else {
+    add_tile_stored<S>(args, smem.units[slot], group, false);
+  }
 }
 
 /* What a consumer keeps from unit to unit. */
@@ -665,9 +665,7 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
     else if constexpr (S::PACKED)
       multiply_packed<S>(args, smem, at, slot, acc);
     else if constexpr (S::TELLS_LATER)
-      multiply<S, S::BM>(args.g, smem, at, group, unit.rows, acc, [&](int k0) {
-        if (k0 == 0) tell_stored<S>(args.g, smem, stored, group);
-      });
+      multiply<S, S::BM>(args.g, smem, at, group, unit.rows, acc, [&] { tell_stored<S>(args.g, smem, stored, group); });
     else {
       if (token_tile<S>::SERVED) kept_word_of_columns<S>(smem) = slot;
       multiply_unit<S>(args.g, args.up_first, smem, at, group, unit, channel0, acc);
@@ -678,6 +676,11 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
       const int consumer = (int)tid_x() / S::GROUP - 1, each = wgmma_channels<S>(args.g) / S::CONSUMERS;
       store_tile<S>(args.g, args.up_first, smem.staging, stored, consumer,
                     {(stored.n * S::CONSUMERS + consumer) * each, args.g.n}, acc);
+    } else if constexpr (S::ACTIVATES) {
+      const tile_unit stored = smem.units[slot]; /* as above */
+      const int consumer = (int)tid_x() / S::GROUP - 1;
+      store_activated<S>(activated_of<S>(args), smem, at, stored, consumer,
+                         {(stored.n * S::CONSUMERS + consumer) * (S::COLUMNS / S::CONSUMERS), args.g.n}, acc);
     } else if constexpr (S::KEEPS) {
       store_kept<S>(args, smem.staging, unit, group, {channel0, args.g.n}, acc);
     } else {
@@ -691,52 +694,6 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
   if constexpr (S::TELLS_LATER) tell_stored<S>(args.g, smem, stored, own);
 }
 
-/* Of what is activated: a unit is handed over while the next one's products are under way (gemm/activated.cuh). Of
- * a unit with channels a consumer that has none hands over zeros. */
-template <class S> DEVICE void consume_activated(const gemm_args &args, wgmma_smem<S> &smem)
-{
-  const int group = threadIdx.x / S::GROUP - 1;
-  pipeline_state<S::STAGES> at;
-  activated_later<S> later;
-  const auto hand_over = [&](int) { later.next(args, smem); };
-#pragma unroll 1
-  for (int slot = 0;; slot = (slot + 1) % UNITS_AHEAD) {
-    wait_for(&smem.full[at.stage], at.phase);
-    const tile_unit unit = smem.units[slot];
-    if (unit.expert < 0) break;
-    float acc[S::BLOCKS][S::ACCUMULATORS] = {}; /* anew, as in consume */
-    if (unit.n * S::COLUMNS + group * (S::COLUMNS / S::CONSUMERS) >= args.n)
-      skip<S>(args, smem, at, hand_over);
-    else
-      multiply<S, S::BM>(args, smem, at, group, unit.rows, acc, hand_over);
-    later.rest(args, smem);
-    if (smem.units[slot].n * S::COLUMNS < args.n) later.set(smem.units[slot].rows, acc);
-  }
-  later.rest(args, smem);
-  later.end(smem);
-}
-
-/* Warpgroups behind that of the producers. */
-template <class S, bool ACTIVATES = S::ACTIVATES> struct consumers {
-  DEVICE static void run(const gemm_sm90_args &args, wgmma_smem<S> &smem)
-  {
-    setmaxnreg_inc<S::CONSUMER_REGISTERS>();
-    consume<S>(args, smem);
-  }
-};
-template <class S> struct consumers<S, true> {
-  DEVICE static void run(const gemm_sm90_args &args, wgmma_smem<S> &smem)
-  {
-    if (threadIdx.x >= (1 + S::CONSUMERS) * S::GROUP) {
-      setmaxnreg_dec<S::FINISHER_REGISTERS>();
-      finish_units<S>(activated_of<S>(args), smem);
-    } else {
-      setmaxnreg_inc<S::CONSUMER_REGISTERS>();
-      consume_activated<S>(args.g, smem);
-    }
-  }
-};
-
 template <class S> DEVICE void wgmma_gemm(const gemm_sm90_args &args, wgmma_smem<S> &smem)
 {
   if (threadIdx.x == 0) {
@@ -748,7 +705,6 @@ template <class S> DEVICE void wgmma_gemm(const gemm_sm90_args &args, wgmma_smem
       if constexpr (S::WOVEN) mbarrier_init(&smem.rows_there[s], 1);
     }
     for (int i = 0; i < UNITS_AHEAD; i++) mbarrier_init(&smem.drawn_ready[i], 1);
-    if constexpr (S::ACTIVATES) smem.init();
     if constexpr (S::PACKED) {
       for (int i = 0; i < UNITS_AHEAD; i++) mbarrier_init(&smem.posted[i], 1);
     } else {
@@ -765,7 +721,8 @@ template <class S> DEVICE void wgmma_gemm(const gemm_sm90_args &args, wgmma_smem
     setmaxnreg_dec<S::PRODUCER_REGISTERS>();
     produce<S>(args, smem);
   } else {
-    consumers<S>::run(args, smem);
+    setmaxnreg_inc<S::CONSUMER_REGISTERS>();
+    consume<S>(args, smem);
   }
   __syncwarp();
   barrier_cluster(); /* nobody writes to a CTA that has left */
