@@ -268,13 +268,11 @@ static cumoe_status nothing(arenas *a, letter *mine)
 static cumoe_status take_apart(crew *c)
 {
   if (c->members[0]->mail.stuck) return CUMOE_OK;
-  cumoe_status first = CUMOE_OK, status;
-  for (int32_t m = 0; m < c->count; m++)
-    if ((status = give_back(c->members[m], close_others)) != CUMOE_OK && first == CUMOE_OK) first = status;
-  if (!c->deaf && (status = take(c, nothing)) != CUMOE_OK && first == CUMOE_OK) first = status;
+  cumoe_status first = CUMOE_OK;
+  for (int32_t m = 0; m < c->count; m++) NOTE(&first, give_back(c->members[m], close_others));
+  if (!c->deaf) NOTE(&first, take(c, nothing));
   if (c->members[0]->mail.stuck) return first;
-  for (int32_t m = 0; m < c->count; m++)
-    if ((status = give_back(c->members[m], drop_own)) != CUMOE_OK && first == CUMOE_OK) first = status;
+  for (int32_t m = 0; m < c->count; m++) NOTE(&first, give_back(c->members[m], drop_own));
   return first;
 }
 

@@ -73,17 +73,14 @@ static cumoe_status window_open(arenas *a)
 static void window_close(arenas *a, cumoe_status *first)
 {
   const nccl *n = &a->nccl;
-  if (a->window && !a->mail.stuck) {
-    const cumoe_status status = nccl_status(n, "ncclCommWindowDeregister", n->window_deregister(n->comm, a->window));
-    if (*first == CUMOE_OK) *first = status;
-  }
+  if (a->window && !a->mail.stuck)
+    NOTE(first, nccl_status(n, "ncclCommWindowDeregister", n->window_deregister(n->comm, a->window)));
   a->window = NULL;
 }
 
 static void window_drop(arenas *a, cumoe_status *first)
 {
-  const cumoe_status status = a->own ? nccl_status(&a->nccl, "ncclMemFree", a->nccl.mem_free(a->own)) : CUMOE_OK;
-  if (*first == CUMOE_OK) *first = status;
+  if (a->own) NOTE(first, nccl_status(&a->nccl, "ncclMemFree", a->nccl.mem_free(a->own)));
 }
 
 const arena_wire window_wire = {"NCCL's windows", CUMOE_WIRE_WINDOW, window_make,

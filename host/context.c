@@ -428,8 +428,7 @@ static cumoe_status run_closers(struct context *context)
   cumoe_status first = CUMOE_OK;
   for (int step = 0; step < CLOSE_STEPS; step++) {
     close_function *const close = atomic_load_explicit(&context->closers[step], memory_order_acquire);
-    const cumoe_status status = close != NULL ? close(context) : CUMOE_OK;
-    if (first == CUMOE_OK) first = status;
+    if (close != NULL) NOTE(&first, close(context));
   }
   return first;
 }
@@ -438,24 +437,23 @@ static cumoe_status run_closers(struct context *context)
 static cumoe_status close_entered(struct context *context)
 {
   cumoe_status status = wait_device(context);
-  const cumoe_status given_back = run_closers(context);
-  if (status == CUMOE_OK) status = given_back;
+  NOTE(&status, run_closers(context));
   for (int32_t i = 0; i < context->library_count; i++) DROP_CUDA(&status, cudaLibraryUnload(context->libraries[i]));
   if (context->fault.mirror != NULL) DROP_CUDA(&status, cudaFreeHost(context->fault.mirror));
-  const cumoe_status closed = pool_close(context);
-  return status != CUMOE_OK ? status : closed;
+  NOTE(&status, pool_close(context));
+  return status;
 }
 
 static cumoe_status close_cuda(struct context *context)
 {
   device_scope scope;
-  cumoe_status entered = enter_lost_device(context, &scope);
+  cumoe_status status = enter_lost_device(context, &scope);
+  const bool entered = status == CUMOE_OK;
   enum cudaStreamCaptureMode before = relax_capture();
-  cumoe_status status = close_entered(context);
+  NOTE(&status, close_entered(context));
   restore_capture(before);
   leave_device(&scope);
-  if (entered != CUMOE_OK) return entered;
-  return status == CUMOE_ERR_CUDA_STICKY ? check_alive(context) : status;
+  return entered && status == CUMOE_ERR_CUDA_STICKY ? check_alive(context) : status;
 }
 
 /* ---- the CPU device ---- */

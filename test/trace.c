@@ -1117,6 +1117,15 @@ static void first_cause(world *w)
               "%s failed: %s", shim_failed(), cumoe_last_error());
     shim_heal();
   }
+  for (int n = 1; n < 40; n++) {
+    CHECK_OK(cumoe_context_create(1, NULL, &context));
+    shim_fail(SHIM_CUDA, n, true, cudaErrorInvalidValue);
+    const bool failed = cumoe_context_destroy(context) != CUMOE_OK;
+    if (failed)
+      CHECK_MSG(strstr(cumoe_last_error(), shim_failed()) != NULL || strstr(shim_failed(), "Exchange") != NULL,
+                "%s failed: %s", shim_failed(), cumoe_last_error());
+    shim_heal();
+  }
   const void *matrices[EXPERTS];
   cumoe_weights bound = NULL;
   cumoe_weights_desc d = describe_weights(w, CUMOE_BF16, EXPERTS, INTER, CUMOE_GATE_UP_CONCAT);
