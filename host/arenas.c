@@ -269,23 +269,19 @@ static cumoe_status take_apart(crew *c)
 {
   if (c->members[0]->mail.stuck) return CUMOE_OK;
   cumoe_status first = CUMOE_OK;
-  for (int32_t m = 0; m < c->count; m++) NOTE(&first, give_back(c->members[m], close_others));
-  if (!c->deaf) NOTE(&first, take(c, nothing));
+  for (int32_t m = 0; m < c->count; m++) AND_THEN(first, give_back(c->members[m], close_others));
+  if (!c->deaf) AND_THEN(first, take(c, nothing));
   if (c->members[0]->mail.stuck) return first;
-  for (int32_t m = 0; m < c->count; m++) NOTE(&first, give_back(c->members[m], drop_own));
+  for (int32_t m = 0; m < c->count; m++) AND_THEN(first, give_back(c->members[m], drop_own));
   return first;
 }
 
 static cumoe_status try_wire(crew *c, const arena_wire *wire)
 {
-  error_text text;
   for (int32_t m = 0; m < c->count; m++) c->members[m]->wire = wire;
   cumoe_status status = take(c, make);
   if (status == CUMOE_OK) status = take(c, open_others);
-  if (status == CUMOE_OK) return CUMOE_OK;
-  save_error(&text);
-  CUMOE_IGNORE(take_apart(c));
-  restore_error(&text);
+  if (status != CUMOE_OK) AND_THEN(status, take_apart(c));
   return status;
 }
 

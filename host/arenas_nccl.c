@@ -74,13 +74,13 @@ static void window_close(arenas *a, cumoe_status *first)
 {
   const nccl *n = &a->nccl;
   if (a->window && !a->mail.stuck)
-    NOTE(first, nccl_status(n, "ncclCommWindowDeregister", n->window_deregister(n->comm, a->window)));
+    AND_THEN(*first, nccl_status(n, "ncclCommWindowDeregister", n->window_deregister(n->comm, a->window)));
   a->window = NULL;
 }
 
 static void window_drop(arenas *a, cumoe_status *first)
 {
-  if (a->own) NOTE(first, nccl_status(&a->nccl, "ncclMemFree", a->nccl.mem_free(a->own)));
+  if (a->own) AND_THEN(*first, nccl_status(&a->nccl, "ncclMemFree", a->nccl.mem_free(a->own)));
 }
 
 const arena_wire window_wire = {"NCCL's windows", CUMOE_WIRE_WINDOW, window_make,

@@ -35,18 +35,6 @@ static cumoe_status read_bytes(const block *b, const char *at, unsigned char *to
   return CUMOE_OK;
 }
 
-/* Does `next` whatever `status` is, and keeps the first failure and its text. */
-#define AND_THEN(status, next)                                                                                         \
-  do {                                                                                                                 \
-    error_text text_;                                                                                                  \
-    save_error(&text_);                                                                                                \
-    const cumoe_status next_ = (next);                                                                                 \
-    if ((status) != CUMOE_OK)                                                                                          \
-      restore_error(&text_);                                                                                           \
-    else                                                                                                               \
-      (status) = next_;                                                                                                \
-  } while (0)
-
 /* ---- making ---- */
 
 static bool has_zones(const block *b)

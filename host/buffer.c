@@ -329,8 +329,7 @@ static cumoe_status pinned_abandon(struct context *context)
   while (context->pinned) {
     block *b = context->pinned;
     block_unlink(b);
-    const cumoe_status status = block_drop(b);
-    if (first == CUMOE_OK) first = status;
+    AND_THEN(first, block_drop(b));
   }
   unlock_blocks();
   return first;
@@ -344,11 +343,10 @@ cumoe_status buffers_abandon(struct context *context)
   cumoe_status first = CUMOE_OK;
   for (uint32_t i = 0; atomic_load(&context->live_buffers) > 0 && handle_at(&buffers, i, &id, &r); ++i) {
     if (!id || r.context != context || !retire(id, &last) || !last) continue;
-    const cumoe_status status = block_drop(last);
-    if (first == CUMOE_OK) first = status;
+    AND_THEN(first, block_drop(last));
   }
-  const cumoe_status pinned = pinned_abandon(context);
-  return first != CUMOE_OK ? first : pinned;
+  AND_THEN(first, pinned_abandon(context));
+  return first;
 }
 
 /* ---- facts and views ---- */

@@ -428,7 +428,7 @@ static cumoe_status run_closers(struct context *context)
   cumoe_status first = CUMOE_OK;
   for (int step = 0; step < CLOSE_STEPS; step++) {
     close_function *const close = atomic_load_explicit(&context->closers[step], memory_order_acquire);
-    if (close != NULL) NOTE(&first, close(context));
+    if (close != NULL) AND_THEN(first, close(context));
   }
   return first;
 }
@@ -437,10 +437,10 @@ static cumoe_status run_closers(struct context *context)
 static cumoe_status close_entered(struct context *context)
 {
   cumoe_status status = wait_device(context);
-  NOTE(&status, run_closers(context));
+  AND_THEN(status, run_closers(context));
   for (int32_t i = 0; i < context->library_count; i++) DROP_CUDA(&status, cudaLibraryUnload(context->libraries[i]));
   if (context->fault.mirror != NULL) DROP_CUDA(&status, cudaFreeHost(context->fault.mirror));
-  NOTE(&status, pool_close(context));
+  AND_THEN(status, pool_close(context));
   return status;
 }
 
@@ -450,7 +450,7 @@ static cumoe_status close_cuda(struct context *context)
   cumoe_status status = enter_lost_device(context, &scope);
   const bool entered = status == CUMOE_OK;
   enum cudaStreamCaptureMode before = relax_capture();
-  NOTE(&status, close_entered(context));
+  AND_THEN(status, close_entered(context));
   restore_capture(before);
   leave_device(&scope);
   return entered && status == CUMOE_ERR_CUDA_STICKY ? check_alive(context) : status;
@@ -513,10 +513,7 @@ static cumoe_status open_one(int32_t device, const cumoe_context_config *config,
   if (status == CUMOE_OK) *made = publish_object(OBJECT_CONTEXT, context, context);
   if (status == CUMOE_OK && *made == NULL) status = fail(CUMOE_ERR_OUT_OF_MEMORY, "no host memory for another context");
   if (status != CUMOE_OK) {
-    error_text why; /* closing may fail as well; the first failure is the one to tell */
-    save_error(&why);
-    (void)close_device(context);
-    restore_error(&why);
+    AND_THEN(status, close_device(context));
     return status;
   }
   log_message(CUMOE_LOG_INFO, "cumoe: device %d: %s (%s)", context->device, context->info.name,

@@ -257,7 +257,7 @@ static cumoe_status unload_all(struct context *context)
   cumoe_status first = CUMOE_OK;
   for (uint32_t i = 0; handle_at(&modules, i, &id, &m); ++i) {
     if (!id || m.context != context) continue;
-    NOTE(&first, unload(id));
+    AND_THEN(first, unload(id));
   }
   return first;
 }

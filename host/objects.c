@@ -64,8 +64,7 @@ cumoe_status retire_objects(object_kind kind, const struct context *context, cum
   record r;
   for (uint32_t i = 0; handle_at(&objects, i, &id, &r); ++i) {
     if (!id || r.context != context || r.kind != (uint64_t)kind || !handle_retire(&objects, id, &r)) continue;
-    const cumoe_status status = end(r.object);
-    if (first == CUMOE_OK) first = status;
+    AND_THEN(first, end(r.object));
   }
   return first;
 }

@@ -374,15 +374,11 @@ static cumoe_status grant_peer(struct context *context, int32_t peer)
   REQUIRE(possible, CUMOE_ERR_NOT_SUPPORTED, "device %d cannot reach memory of device %d", (int)peer,
           (int)context->device);
   TRY(set_access(context, peer, cudaMemAccessFlagsProtReadWrite));
-  const cumoe_status status = test_peer(context, peer);
-  if (status == CUMOE_OK) {
+  cumoe_status status = test_peer(context, peer);
+  if (status == CUMOE_OK)
     atomic_fetch_or(&context->pool.peers, (uint64_t)1 << peer);
-    return CUMOE_OK;
-  }
-  error_text why;
-  save_error(&why);
-  (void)set_access(context, peer, cudaMemAccessFlagsProtNone);
-  restore_error(&why);
+  else
+    AND_THEN(status, set_access(context, peer, cudaMemAccessFlagsProtNone));
   return status;
 }
 

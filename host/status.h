@@ -83,16 +83,16 @@ cumoe_status cuda_status(cudaError_t error, const char *expression);
 void note_failure(cumoe_status *first, cudaError_t error, const char *call);
 #define DROP_CUDA(first, call) note_failure((first), (call), #call)
 
-/* The same of what says by itself what failed: of several failures the text is the first one's, as the status is. */
-#define NOTE(first, expression)                                                                                        \
+/* Does `next` whatever `status` is, and keeps the first failure and its text. */
+#define AND_THEN(status, next)                                                                                         \
   do {                                                                                                                 \
-    error_text note_text_;                                                                                             \
-    save_error(&note_text_);                                                                                           \
-    const cumoe_status note_status_ = (expression);                                                                    \
-    if (*(first) != CUMOE_OK)                                                                                          \
-      restore_error(&note_text_);                                                                                      \
+    error_text and_then_text_;                                                                                         \
+    save_error(&and_then_text_);                                                                                       \
+    const cumoe_status and_then_status_ = (next);                                                                      \
+    if ((status) != CUMOE_OK)                                                                                          \
+      restore_error(&and_then_text_);                                                                                  \
     else                                                                                                               \
-      *(first) = note_status_;                                                                                         \
+      (status) = and_then_status_;                                                                                     \
   } while (0)
 
 #endif

@@ -1117,8 +1117,16 @@ static void first_cause(world *w)
               "%s failed: %s", shim_failed(), cumoe_last_error());
     shim_heal();
   }
-  for (int n = 1; n < 40; n++) {
+  for (int n = 1; n < 60; n++) {
+    cumoe_buffer left[2];
+    void *pinned[2];
+    cumoe_stream streams[2];
     CHECK_OK(cumoe_context_create(1, NULL, &context));
+    for (int i = 0; i < 2; i++) {
+      CHECK_OK(cumoe_buffer_alloc(context, CUMOE_F32, 1, 100, NULL, &left[i]));
+      CHECK_OK(cumoe_pinned_alloc(context, 100, 0, &pinned[i]));
+      CHECK_OK(cumoe_stream_create(context, 0, &streams[i]));
+    }
     shim_fail(SHIM_CUDA, n, true, cudaErrorInvalidValue);
     const bool failed = cumoe_context_destroy(context) != CUMOE_OK;
     if (failed)
