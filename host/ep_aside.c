@@ -165,8 +165,6 @@ cumoe_status serve_aside(const ep_round *r)
   layer_ends last, part;
   TRY(run_up(r, &a));
   TRY(run_down(r, &a, 0, half, &last));
-  if (!r->own && last.combines && last.combine.protocol.first_columns)
-    return launch_next(r, MOVE_RETURN, r->move, &last.combine);
   TRY(follow_caller(r));
   if (last.cuts) {
     part = last;

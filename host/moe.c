@@ -1,5 +1,4 @@
 /* The layer: its plan, its workspace, and the forward pass in a straight line. */
-#include <stdlib.h>
 #include "arguments.h"
 #include "check.h"
 #include "context.h"
@@ -533,12 +532,6 @@ static void routed_pass(const pass *p, const struct weights *weights, layer_argu
   fix_routed(p, l);
   l->combine = combine_pass(p);
   l->combine.protocol.early_inputs = p->lp.combine_looks_ahead;
-  if (p->lp.by_expert && getenv("FIRST") && atoi(getenv("FIRST"))) {
-    gemm_args *down = &l->down.gemm.g;
-    l->combine.protocol.first_columns = down->protocol.first_columns = atoi(getenv("FIRST"));
-    down->protocol.leaving = atoi(getenv("LEAVE"));
-    l->combine.protocol.first_there = down->protocol.progress + PROGRESS_FIRST_THERE;
-  }
   if (!p->lp.discards_rows) return;
   l->combine.protocol.discard_h = l->up.gemm.g.c;
   l->combine.protocol.discard_h_row = d->inter * (int64_t)cumoe_dtype_bytes((cumoe_dtype)l->up.gemm.g.dtype);

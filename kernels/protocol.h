@@ -44,16 +44,7 @@
  *   STORED        of each expert: channels of h that are stored, summed over its row tiles; added by release
  * Whoever waits for a word waits for CTAs that have started: tickets are drawn, not assigned.
  */
-enum {
-  PROGRESS_COPY_TICKETS,
-  PROGRESS_UP_TICKETS,
-  PROGRESS_DOWN_TICKETS,
-  PROGRESS_REST_TICKETS,
-  PROGRESS_FIRST_STORED,
-  PROGRESS_FIRST_THERE,
-  PROGRESS_SUM_TICKETS,
-  PROGRESS_COPIED
-};
+enum { PROGRESS_COPY_TICKETS, PROGRESS_UP_TICKETS, PROGRESS_DOWN_TICKETS, PROGRESS_COPIED };
 enum { COPY_TICKET = 4, COPY_GROUP = 64 };
 #define PROGRESS_STORED(rows)         (PROGRESS_COPIED + (rows) / COPY_GROUP + 1)
 #define PROGRESS_WORDS(rows, experts) (PROGRESS_STORED(rows) + (experts))
@@ -75,8 +66,7 @@ typedef struct gemm_protocol {
   void *x_copy;      /* wgmma, up: NULL, or where the kernel puts its rows in order as it goes */
   int32_t by_expert; /* up counts the channels it has stored, and down waits for an expert's instead of for up's end */
   int32_t early_inputs; /* above */
-  int32_t first_columns, leaving;
-  int32_t evict_last; /* c is the library's own, and combine discards it: it should stay in L2 until then */
+  int32_t evict_last;   /* c is the library's own, and combine discards it: it should stay in L2 until then */
 } gemm_protocol;
 
 /* Rows of h and y that are read for the last time need not reach memory. Their addresses and sizes are whole lines. */
@@ -86,9 +76,6 @@ typedef struct combine_protocol {
   void *discard_h;       /* NULL, or h, whose lines are discarded with those of y */
   int64_t discard_h_row; /* bytes of a row of h */
   int32_t early_inputs;  /* above */
-  int32_t first_columns;
-  const int32_t *first_there;
-
 } combine_protocol;
 
 /* ---- few_up ---- */

@@ -102,18 +102,6 @@ DEVICE int32_t load_acquire(const int32_t *source)
   return value;
 }
 
-DEVICE int32_t add_acq_rel(int32_t *target, int32_t value)
-{
-  int32_t was;
-  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;" : "=r"(was) : "l"(target), "r"(value) : "memory");
-  return was;
-}
-
-DEVICE void store_release(int32_t *target, int32_t value)
-{
-  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(target), "r"(value) : "memory");
-}
-
 DEVICE void add_release(int32_t *target, int32_t value)
 {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(target), "r"(value) : "memory");

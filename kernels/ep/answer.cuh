@@ -328,7 +328,6 @@ struct outputs_of_ranks {
 
   static constexpr bool ALWAYS_ALL = false;
   DEVICE bool all() const { return a.packets || distrusts; }
-  DEVICE void wait(const combine_args &, const combine_part &, int) const { wait(); }
   DEVICE void wait() const
   {
     wait_for_earlier_grids_alone();
@@ -383,16 +382,12 @@ struct addends {
 /* How a CTA's threads share a slice of the columns: a vector each, or as lines have them. */
 template <class In> struct slicing {
   int columns, slices, vector; /* the last one: of this thread */
-  unsigned begin = 0, wide;    /* slices of this part */
-  unsigned stride;
 
   DEVICE slicing(const combine_args &c, const ep_args &a)
   {
     const int of_warp = a.packets ? EP_LINE_VECTORS : WARP_SIZE;
     columns = EP_RETURN_THREADS / WARP_SIZE * of_warp * column_of<In>::SIZE;
     slices = (int)ceil_div((unsigned)c.hidden, (unsigned)columns);
-    wide = slices;
-    stride = a.movers;
     vector = warp_id() * of_warp + (a.packets ? vector_of_lane() : lane_id());
   }
 };
@@ -404,8 +399,8 @@ DEVICE bool find_addend(const combine_args &c, const outputs_of_ranks &place, co
                         int slot, addend *found)
 {
   const ep_args &a = place.a;
-  const unsigned slices = s.wide, ranks = a.shape.ranks, capacity = (unsigned)a.shape.capacity;
-  const unsigned group = number / slices, slice = number - group * slices + s.begin, row = group / ranks,
+  const unsigned slices = s.slices, ranks = a.shape.ranks, capacity = (unsigned)a.shape.capacity;
+  const unsigned group = number / slices, slice = number - group * slices, row = group / ranks,
                  source = (a.rank + 1 + (group - row * ranks)) % ranks;
   if (row >= place.arrived[source]) return false;
   const int64_t token = source * capacity + row, there = (int64_t)a.rank * capacity + row, first = slice * s.columns;
@@ -424,8 +419,6 @@ DEVICE bool find_addend(const combine_args &c, const outputs_of_ranks &place, co
   return true;
 }
 
-constexpr int SUMS_OF_TURN = 4;
-
 /* Of sums number, number + movers ..., a thread a slot; returns how many there are. All know them when all have met. */
 static_assert(MAX_TOP_K <= EP_RETURN_THREADS, "a sum at least");
 template <class In>
@@ -433,8 +426,8 @@ DEVICE int find_addends(const combine_args &c, const outputs_of_ranks &place, co
                         unsigned number, unsigned end, addends &s)
 {
   const int sum = (int)threadIdx.x / c.top_k, slot = (int)threadIdx.x - sum * c.top_k;
-  const unsigned own = number + sum * slices.stride;
-  const bool asks = sum < min(SUMS_OF_TURN, EP_RETURN_THREADS / c.top_k) && own < end;
+  const unsigned own = number + sum * place.a.movers;
+  const bool asks = sum < EP_RETURN_THREADS / c.top_k && own < end;
   addend one = {};
   const bool here = asks && find_addend<In>(c, place, slices, own, slot, &one);
   const uint32_t who = __ballot_sync(ALL_LANES, here);
@@ -459,9 +452,7 @@ DEVICE void store_addends(const outputs_of_ranks &place, const addend &last, int
   uint4 data;
   store_f32<column_of<In>::SIZE>(reinterpret_cast<In *>(&data), sum);
   if (!place.a.packets) {
-    if (vector < last.vectors) {
-      reinterpret_cast<uint4 *>(last.to)[vector] = data;
-    }
+    if (vector < last.vectors) reinterpret_cast<uint4 *>(last.to)[vector] = data;
   } else if (warp_id() * EP_LINE_VECTORS < last.vectors) {
     store_as_lines(last.to + warp_id() * (EP_LINES * EP_LINE), place.exchange, data);
   }
@@ -506,9 +497,7 @@ DEVICE void discard_addends(const combine_args &c, const ep_args &a, const slici
                             int count, const addends &s)
 {
   const int of_y = slices.columns * (int)sizeof(In) / DISCARD_LINE,
-            of_h = slices.begin == 0 && (int)slices.wide < slices.slices
-                       ? 0
-                       : (int)(c.protocol.discard_h_row / DISCARD_LINE);
+            of_h = (int)(c.protocol.discard_h_row / DISCARD_LINE);
 #pragma unroll 1
   for (int i = threadIdx.x; i < count * of_y; i += EP_RETURN_THREADS) {
     const addend &one = s.of[i / of_y];
@@ -518,58 +507,11 @@ DEVICE void discard_addends(const combine_args &c, const ep_args &a, const slici
 #pragma unroll 1
   for (int i = threadIdx.x; i < count * of_h; i += EP_RETURN_THREADS) {
     const addend &one = s.of[i / of_h];
-    const unsigned line = i % of_h, slice = (number + s.sum[i / of_h] * slices.stride) % slices.wide;
-    if (one.from && line % slices.wide == slice)
+    const unsigned line = i % of_h, slice = (number + s.sum[i / of_h] * a.movers) % slices.slices;
+    if (one.from && line % slices.slices == slice)
       discard_l2(static_cast<const char *>(c.protocol.discard_h) + one.row * c.protocol.discard_h_row +
                  line * DISCARD_LINE);
   }
-}
-
-template <class In> DEVICE void sum_in_parts(const combine_args &c, slicing<In> slices, const outputs_of_ranks &place)
-{
-  __shared__ addends s;
-  __shared__ unsigned drawn;
-  const ep_args &a = place.a;
-  const unsigned sums = min((unsigned)(SUMS_OF_TURN), (unsigned)EP_RETURN_THREADS / c.top_k),
-                 rows = a.shape.ranks * (unsigned)a.shape.capacity, first = c.protocol.first_columns / slices.columns,
-                 rest = slices.slices - first, turns = (rows * first + sums - 1) / sums,
-                 all = turns + (rows * rest + sums - 1) / sums;
-  slices.stride = 1;
-  bool there = false, over = false;
-  if (threadIdx.x == 0) drawn = atomicAdd(const_cast<int32_t *>(c.protocol.first_there) + 1, 1);
-  __syncthreads();
-  unsigned turn = drawn;
-#pragma unroll 1
-  while (turn < all) {
-    const bool is_first = turn < turns;
-    unsigned next_turn = 0;
-    if (threadIdx.x == 0) next_turn = atomicAdd(const_cast<int32_t *>(c.protocol.first_there) + 1, 1);
-    slices.begin = is_first ? 0 : first;
-    slices.wide = is_first ? first : rest;
-    const unsigned number = (is_first ? turn : turn - turns) * sums;
-    const int count = find_addends<In>(c, place, slices, number, rows * slices.wide, s);
-    float sum[column_of<In>::SIZE] = {};
-    columns_at_once<In> now, next;
-    if (!is_first && !over) place.wait(), over = true;
-    if (is_first && !there) {
-      while (load_acquire(c.protocol.first_there) == 0) {
-      }
-      there = true;
-    }
-    __syncthreads();
-    if (count > 0) now.load(s, slices.vector, 0, count);
-#pragma unroll 1
-    for (int first_one = 0; first_one < count; first_one += ADDENDS_AT_ONCE, now = next) {
-      next.load(s, slices.vector, first_one + ADDENDS_AT_ONCE, count);
-      now.add_up(c, place, s, slices.vector, first_one, count, sum);
-    }
-    if (threadIdx.x == 0) drawn = next_turn;
-    __syncthreads();
-    if (c.protocol.discard_h) discard_addends<In>(c, a, slices, number, count, s);
-    turn = drawn;
-    __syncthreads();
-  }
-  if (!over) place.wait();
 }
 
 /* A rank of several has few of a token's k rows, and memory's latency is the limit: so rows that are here are listed
@@ -577,11 +519,10 @@ template <class In> DEVICE void sum_in_parts(const combine_args &c, slicing<In> 
 template <class In>
 DEVICE void sum_to_ranks(const combine_args &c, const slicing<In> &slices, const outputs_of_ranks &place)
 {
-  if (c.protocol.first_columns) return sum_in_parts<In>(c, slices, place);
   __shared__ addends s;
   const ep_args &a = place.a;
   const unsigned end = a.shape.ranks * (unsigned)a.shape.capacity * slices.slices,
-                 step = min(SUMS_OF_TURN, EP_RETURN_THREADS / c.top_k) * a.movers;
+                 step = EP_RETURN_THREADS / c.top_k * a.movers;
   if (!c.protocol.early_inputs) place.wait();
 #pragma unroll 1
   for (unsigned number = blockIdx.x; number < end; number += step) {

@@ -107,9 +107,7 @@ DEVICE void store_part(const row_part &p, void *row, int width)
 {
 #pragma unroll
   for (int i = 0; i < 8; i++)
-    if (vector_of(i) < width) {
-      static_cast<uint4 *>(row)[vector_of(i)] = p.value[i];
-    }
+    if (vector_of(i) < width) static_cast<uint4 *>(row)[vector_of(i)] = p.value[i];
 }
 
 /* Rows are dealt to the warps of CTAs 0 .. movers - 1 along x; those behind them do something else. */

@@ -43,8 +43,7 @@ struct wgmma_shape : pipeline_shape<PRODUCT, BM, BN, BK, STAGES, WARPS> {
   static constexpr int HELPERS = 0;    /* warps of producers that arrive at a stage's `full`, too */
   /* A consumer counts a tile as stored while the next one's first products are under way: its release waits for what is
    * stored. */
-  static constexpr bool SPLITS = !PRODUCT::DRAWS && PRODUCT::SOURCE == SOURCE_in_order;
-  static constexpr bool TELLS_LATER = PRODUCT::ACTIVATES || PRODUCT::KEEPS || (SPLITS && wgmma_shape::BITS == 16);
+  static constexpr bool TELLS_LATER = PRODUCT::ACTIVATES || PRODUCT::KEEPS;
   static constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 56; /* 384 threads start with 168 each */
 
   /* Gathering: 8 threads copy the 128 bytes of a row. */
@@ -100,27 +99,11 @@ template <class S> DEVICE int32_t padded_end(row_range rows, row_range own)
   return S::ACTIVATES && own.begin + own.count == end ? round_up(end, (int)ROW_STEP) : 0;
 }
 
-template <class S> DEVICE int first_units(const gemm_args &args, const tile_table &table)
-{
-  return table.before[args.experts] * (args.protocol.first_columns / (S::COLUMNS * S::CLUSTER));
-}
-
 /* Row tiles by twos, then one that is left over. Of the twos row tiles advance first, inside bands, then channels. Of
  * one that is left over an odd channel tile is shared by rows where units are drawn: half for each. */
 template <class S> DEVICE cluster_unit wgmma_unit(const gemm_args &args, const tile_table &table, int64_t index)
 {
-  int n_tiles = ceil_div(args.n, wgmma_channels<S>(args)), n0 = 0;
-  if (S::SPLITS && args.protocol.first_columns) {
-    const int first_tiles = args.protocol.first_columns / S::COLUMNS, total = first_units<S>(args, table);
-    if (index >= total) {
-      index -= total;
-      n0 = first_tiles;
-      n_tiles -= first_tiles;
-    } else {
-      n_tiles = first_tiles;
-    }
-  }
-  const int n_pairs = ceil_div(n_tiles, S::CLUSTER);
+  const int n_tiles = ceil_div(args.n, wgmma_channels<S>(args)), n_pairs = ceil_div(n_tiles, S::CLUSTER);
   const int rank = cluster_ctarank();
   cluster_unit unit = {{-1, 0, 0, 0, 0}, false, false};
   if (index >= (int64_t)table.before[args.experts] * n_pairs) return unit;
@@ -147,7 +130,6 @@ template <class S> DEVICE cluster_unit wgmma_unit(const gemm_args &args, const t
   unit.tile = {expert, own.begin, own.count, in_band / height * wide + (unit.paired ? 0 : rank),
                padded_end<S>(rows, own)};
   unit.absent = unit.paired && unit.tile.n >= n_tiles;
-  if (S::SPLITS) unit.tile.n += n0;
   return unit;
 }
 
@@ -173,16 +155,6 @@ template <class S> struct unit_scheduler {
   /* Of the producers that go through units, where all gather: the one that does it for all. */
   DEVICE static bool first_warp(const gemm_args &args) { return !(S::DRAWS && S::gathers(args)) || warp_id() == 0; }
 
-  DEVICE int32_t of_rest(const gemm_args &args, wgmma_smem<S> &smem, int32_t next)
-  {
-    const int total = first_units<S>(args, smem.table), clusters = (int)gridDim.x / S::CLUSTER;
-    if (next < total) return next;
-    if ((int)blockIdx.x / S::CLUSTER < args.protocol.leaving) return INT32_MAX;
-    int32_t ticket = 0;
-    if (lane_id() == 0) ticket = atomicAdd(args.protocol.progress + PROGRESS_REST_TICKETS, 1);
-    return max(total, clusters) + __shfl_sync(ALL_LANES, ticket, 0);
-  }
-
   /* The unit after `index`, by a whole warp. An absent one is skipped. */
   DEVICE void draw(const gemm_args &args, wgmma_smem<S> &smem)
   {
@@ -192,7 +164,6 @@ template <class S> struct unit_scheduler {
       int32_t ticket = 0;
       if (lane_id() == 0) ticket = atomicAdd(args.protocol.progress + TICKETS, 1);
       next = (int)gridDim.x / S::CLUSTER + __shfl_sync(ALL_LANES, ticket, 0);
-      if (S::SPLITS && args.protocol.first_columns) next = of_rest(args, smem, next);
     } while (wgmma_unit<S>(args, smem.table, next).absent);
     if (lane_id() < S::CLUSTER)
       st_async_cluster(&smem.drawn[slot.stage], lane_id(), next, &smem.drawn_ready[slot.stage]);
@@ -644,24 +615,11 @@ DEVICE void consume_tokens(const gemm_sm90_args &args, wgmma_smem<S> &smem, pipe
     add_tile_stored<S>(args.g, smem.units[slot], (int)tid_x() / S::GROUP - 1, true);
 }
 
-/* A consumer's part of a tile of the first columns is stored: who completes them says so. */
-template <class S> DEVICE void tell_first_stored(const gemm_args &args, const wgmma_smem<S> &smem, int slot, int group)
-{
-  if (smem.units[slot].n * S::COLUMNS >= args.protocol.first_columns) return;
-  bar_sync(1 + group, S::GROUP);
-  if (threadIdx.x % S::GROUP != 0) return;
-  const int all = first_units<S>(args, smem.table) * S::CLUSTER * S::CONSUMERS;
-  if (add_acq_rel(args.protocol.progress + PROGRESS_FIRST_STORED, 1) == all - 1)
-    store_release(args.protocol.progress + PROGRESS_FIRST_THERE, 1);
-}
-
 /* The same of the unit at `slot`, if there is one, by the group. */
 template <class S> DEVICE void tell_stored(const gemm_args &args, const wgmma_smem<S> &smem, int slot, int group)
 {
   if (slot < 0) return;
-  if constexpr (S::SPLITS) {
-    tell_first_stored<S>(args, smem, slot, group);
-  } else if constexpr (S::ACTIVATES) {
+  if constexpr (S::ACTIVATES) {
     bar_sync(1 + group, S::GROUP);
     if (threadIdx.x % S::GROUP == 0) add_activated_stored<S>(args, smem.units[slot], group);
   } else {
@@ -728,11 +686,8 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
     } else {
       store_tile<S>(args.g, args.up_first, smem.staging, unit, group, {channel0, args.g.n}, acc);
     }
-    if constexpr (S::SPLITS && !S::TELLS_LATER)
-      if (args.g.protocol.first_columns)
-        tell_first_stored<S>(args.g, smem, slot, S::PACKED ? (int)tid_x() / S::GROUP - 1 : group);
     if constexpr (S::TELLS_LATER)
-      stored = (S::SPLITS ? args.g.protocol.first_columns : args.g.protocol.by_expert) ? slot : -1;
+      stored = args.g.protocol.by_expert ? slot : -1;
     else if (S::GATHERED && args.g.protocol.by_expert)
       add_tile_stored<S>(args.g, smem.units[slot], S::PACKED ? (int)tid_x() / S::GROUP - 1 : group, false);
   }
@@ -761,10 +716,6 @@ template <class S> DEVICE void wgmma_gemm(const gemm_sm90_args &args, wgmma_smem
   if (S::DRAWS ? !args.g.protocol.early_inputs : !unit_scheduler<S>::follows(args.g)) wait_for_earlier_grids();
   fence_proxy_async_global(); /* they wrote the rows that the boxes bring */
   build_tile_table<S::BM, S::THREADS>(args.g, smem.table);
-  if (S::SPLITS && args.g.protocol.first_columns && blockIdx.x == 0 && threadIdx.x == 0 &&
-      smem.table.before[args.g.experts] == 0)
-
-    store_release(args.g.protocol.progress + PROGRESS_FIRST_THERE, 1);
   barrier_cluster(); /* the other CTA's barriers are initialised */
   if (threadIdx.x < S::GROUP) {
     setmaxnreg_dec<S::PRODUCER_REGISTERS>();

@@ -86,34 +86,13 @@ DEVICE void store_sum(const combine_args &a, int64_t token, int at, const float 
   place.template store_sum<Out>(a, token, at, out);
 }
 
-/* A CTA's part: a slice of the columns of some tokens. */
-struct combine_part {
-  int64_t first_token;
-  int tokens, most; /* tokens: may be less than 1 */
-  unsigned slice, slices;
-
-  DEVICE combine_part(const combine_args &a, unsigned cta, int columns)
-      : most(COMBINE_TOKENS(a.top_k)), slices(ceil_div(a.hidden, columns))
-  {
-    if (a.protocol.first_columns) {
-      const unsigned first = a.protocol.first_columns / columns, groups = ceil_div(a.tokens.count, (int64_t)most);
-      const bool is_first = cta < groups * first;
-      const unsigned own = is_first ? cta : cta - groups * first, wide = is_first ? first : slices - first;
-      slice = own % wide + (is_first ? 0 : first);
-      first_token = (int64_t)(own / wide) * most;
-    } else {
-      slice = cta % slices;
-      first_token = (int64_t)(cta / slices) * most;
-    }
-    tokens = (int)min(token_total(a.tokens) - first_token, (int64_t)most);
-  }
-};
+struct combine_part;
 
 /* A part of the tokens' rows after the other. */
 struct own_outputs {
   static constexpr bool ALWAYS_ALL = true;
   DEVICE bool all() const { return true; } /* also tokens and slots without a row, which are 0 */
-  DEVICE void wait(const combine_args &a, const combine_part &part, int columns) const;
+  DEVICE void wait() const { wait_for_earlier_grids(); }
   DEVICE combine_part part(const combine_args &a, unsigned cta, int columns) const;
   template <class Out, int VECTOR>
   DEVICE void store_sum(const combine_args &a, int64_t token, int at, const float (&value)[VECTOR]) const
@@ -129,14 +108,13 @@ struct own_outputs {
 
 /* TOKENS > 1: top_k <= SLOTS. The loop over tokens stays a loop, which moves the rows down: unrolled, it
  * would hold the addresses and sums of all of them at once. */
-template <class In, class Out, int TOKENS, int SLOTS, int COLUMNS, class PLACE>
-DEVICE void reduce_tokens(const combine_args &a, const combine_part &part, int64_t first_token, int tokens, int at,
-                          const PLACE &place)
+template <class In, class Out, int TOKENS, int SLOTS, class PLACE>
+DEVICE void reduce_tokens(const combine_args &a, int64_t first_token, int tokens, int at, const PLACE &place)
 {
   slots_in_flight<In, SLOTS> slots[TOKENS];
 #pragma unroll
   for (int t = 0; t < TOKENS; t++) slots[t].look_up(a, first_token + min(t, tokens - 1), 0);
-  if (a.protocol.early_inputs) place.wait(a, part, COLUMNS);
+  if (a.protocol.early_inputs) place.wait();
 #pragma unroll
   for (int t = 0; t < TOKENS; t++) slots[t].load(a, first_token + min(t, tokens - 1), 0, at);
 #pragma unroll 1
@@ -179,13 +157,20 @@ DEVICE void copy_slots(const combine_args &a, int64_t token, int at, const PLACE
   }
 }
 
-DEVICE void own_outputs::wait(const combine_args &a, const combine_part &part, int columns) const
-{
-  if (!a.protocol.first_columns || (int)part.slice * columns >= a.protocol.first_columns)
-    return wait_for_earlier_grids();
-  while (load_acquire(a.protocol.first_there) == 0) {
+/* A CTA's part: a slice of the columns of some tokens. */
+struct combine_part {
+  int64_t first_token;
+  int tokens, most; /* tokens: may be less than 1 */
+  unsigned slice, slices;
+
+  DEVICE combine_part(const combine_args &a, unsigned cta, int columns)
+      : most(COMBINE_TOKENS(a.top_k)), slices(ceil_div(a.hidden, columns))
+  {
+    slice = cta % slices;
+    first_token = (int64_t)(cta / slices) * most;
+    tokens = (int)min(token_total(a.tokens) - first_token, (int64_t)most);
   }
-}
+};
 
 DEVICE combine_part own_outputs::part(const combine_args &a, unsigned cta, int columns) const
 {
@@ -210,7 +195,7 @@ DEVICE void discard_row_line(const combine_args &a, int64_t slot, const void *ba
 
 /* Rows of y that the warp has read, and the CTA's share of the tokens' rows of h: what L2 has not yet written to memory
  * would be written while the next layer reads its weights. */
-template <class In, int COLUMNS> DEVICE void discard_rows(const combine_args &a, const combine_part &part, int at)
+template <class In> DEVICE void discard_rows(const combine_args &a, const combine_part &part, int at)
 {
   const int64_t first = part.first_token * a.top_k;
   const int slots = part.tokens * a.top_k, lines = (int)(a.protocol.discard_h_row / DISCARD_LINE);
@@ -218,11 +203,8 @@ template <class In, int COLUMNS> DEVICE void discard_rows(const combine_args &a,
   if (threadIdx.x % (DISCARD_LINE / 16) == 0 && at < a.hidden)
 #pragma unroll 1
     for (int i = 0; i < slots; i++) discard_row_line(a, first + i, a.y, a.y_ld * sizeof(In), at * (int64_t)sizeof(In));
-  const int before = a.protocol.first_columns / COLUMNS;
-  if ((int)part.slice < before) return; /* down reads h */
 #pragma unroll 1
-  for (int i = ((int)part.slice - before) * (int)blockDim.x + (int)threadIdx.x; i < slots * lines;
-       i += ((int)part.slices - before) * (int)blockDim.x)
+  for (int i = part.slice * blockDim.x + threadIdx.x; i < slots * lines; i += part.slices * blockDim.x)
     discard_row_line(a, first + i / lines, a.protocol.discard_h, a.protocol.discard_h_row, i % lines * DISCARD_LINE);
 }
 
@@ -230,31 +212,30 @@ template <class In, int COLUMNS> DEVICE void discard_rows(const combine_args &a,
 template <class In, int COLUMNS, class PLACE> DEVICE void leave(const combine_args &a, const PLACE &place)
 {
   const combine_part part = place.part(a, ctaid_x(), COLUMNS);
-  if (a.protocol.discard_h)
-    discard_rows<In, COLUMNS>(a, part, part.slice * COLUMNS + threadIdx.x * column_of<In>::SIZE);
+  if (a.protocol.discard_h) discard_rows<In>(a, part, part.slice * COLUMNS + threadIdx.x * column_of<In>::SIZE);
   if (threadIdx.x < WARP_SIZE && part.slice == 0) check_rows(a, part);
 }
 
 template <class In, class Out, int COLUMNS, class PLACE = own_outputs>
 DEVICE void combine_gather(const combine_args &a, const PLACE &place = {})
 {
+  if (!a.protocol.early_inputs || !a.reduce) place.wait();
   const combine_part part = place.part(a, blockIdx.x, COLUMNS);
-  if (!a.protocol.early_inputs || !a.reduce) place.wait(a, part, COLUMNS);
   const int at = part.slice * COLUMNS + threadIdx.x * column_of<In>::SIZE, tokens = part.tokens;
   check_token_count(a.tokens, a.fault);
-  if (tokens <= 0) return place.wait(a, part, COLUMNS);
-  if (at >= a.hidden) place.wait(a, part, COLUMNS);
+  if (tokens <= 0) return place.wait();
+  if (at >= a.hidden) place.wait();
   if (at < a.hidden) {
     if (!a.reduce)
       for (int t = 0; t < tokens; t++) copy_slots<In, Out>(a, part.first_token + t, at, place);
     else if (part.most == 8)
-      reduce_tokens<In, Out, 8, 1, COLUMNS>(a, part, part.first_token, tokens, at, place);
+      reduce_tokens<In, Out, 8, 1>(a, part.first_token, tokens, at, place);
     else if (part.most == 4)
-      reduce_tokens<In, Out, 4, 2, COLUMNS>(a, part, part.first_token, tokens, at, place);
+      reduce_tokens<In, Out, 4, 2>(a, part.first_token, tokens, at, place);
     else if (part.most == 2)
-      reduce_tokens<In, Out, 2, 4, COLUMNS>(a, part, part.first_token, tokens, at, place);
+      reduce_tokens<In, Out, 2, 4>(a, part.first_token, tokens, at, place);
     else
-      reduce_tokens<In, Out, 1, 8, COLUMNS>(a, part, part.first_token, 1, at, place);
+      reduce_tokens<In, Out, 1, 8>(a, part.first_token, 1, at, place);
   }
   leave<In, COLUMNS>(a, place);
 }
