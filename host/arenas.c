@@ -472,7 +472,7 @@ static cumoe_status find_arenas(cumoe_arenas handle, arenas **found)
   void *object;
   TRY(find_object(OBJECT_ARENAS, "arenas", handle, &object));
   *found = object;
-  return check_process((*found)->context);
+  return CUMOE_OK;
 }
 
 cumoe_status cumoe_arenas_get_info(cumoe_arenas handle, cumoe_arenas_info *info)

@@ -178,12 +178,17 @@ static cumoe_status forget_uses(block *b)
   return status;
 }
 
+cumoe_status block_follow(const block *b)
+{
+  for (const block_use *use = b->uses; use != NULL; use = use->next)
+    TRY(memory_follow(b->context, b->stream, use->event));
+  return CUMOE_OK;
+}
+
 static cumoe_status follow_uses(const block *b)
 {
-  for (const block_use *use = b->uses; use != NULL; use = use->next) {
-    warn_of(b, use);
-    TRY(memory_follow(b->context, b->stream, use->event));
-  }
+  for (const block_use *use = b->uses; use != NULL; use = use->next) warn_of(b, use);
+  TRY(block_follow(b));
   if (b->uses != NULL && b->kind == BLOCK_FOREIGN) return memory_wait(b->context, b->stream); /* cudaFree does not */
   return CUMOE_OK;
 }

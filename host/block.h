@@ -61,6 +61,9 @@ cumoe_status block_forget(block *b);
  * block's own places are taken. */
 block_use *block_use_on(block *b, cumoe_stream stream, bool grow);
 
+/* With the lock held, or of an unlinked block: its home stream waits for recorded uses. */
+cumoe_status block_follow(const block *b);
+
 /* OUT_OF_BOUNDS if the red zones were written to. Waits for the home stream. */
 cumoe_status block_check(const block *b);
 

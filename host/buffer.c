@@ -267,12 +267,24 @@ cumoe_status cumoe_buffer_record_use(cumoe_buffer buffer, cumoe_stream stream)
   return status != CUMOE_OK ? status : memory_unmark(r.context, event);
 }
 
+/* Its home stream comes behind what its recorded uses may still write. */
+static cumoe_status follow_uses(uint64_t id)
+{
+  record r;
+  lock_blocks();
+  const cumoe_status status = find(id, &r) ? block_follow(r.block) : CUMOE_OK;
+  unlock_blocks();
+  return status;
+}
+
 /* What the caller gets of memory between red zones: a copy without them. */
-static cumoe_status copy_out(const record *r, void **data)
+static cumoe_status copy_out(uint64_t id, const record *r, void **data)
 {
   TRY(pool_alloc(r->context, r->bytes, r->stream, data));
-  const cumoe_status status =
-      memory_copy(r->context, *data, r->bytes, r->data, r->bytes, r->bytes, 1, cudaMemcpyDeviceToDevice, r->stream);
+  cumoe_status status = follow_uses(id);
+  if (status == CUMOE_OK)
+    status =
+        memory_copy(r->context, *data, r->bytes, r->data, r->bytes, r->bytes, 1, cudaMemcpyDeviceToDevice, r->stream);
   if (status != CUMOE_OK) (void)pool_free(r->context, *data, r->bytes, r->stream);
   return status;
 }
@@ -310,7 +322,7 @@ cumoe_status cumoe_buffer_release(cumoe_buffer *buffer, void **data)
   *data = NULL;
   if (!find(buffer->id, &r)) return stale("buffer", buffer->id);
   TRY(check_process(r.context));
-  if (between_zones(buffer->id)) TRY(copy_out(&r, &copy));
+  if (between_zones(buffer->id)) TRY(copy_out(buffer->id, &r, &copy));
   const cumoe_status status = retire_alone(buffer->id, &last);
   if (status != CUMOE_OK) {
     (void)pool_free(r.context, copy, r.bytes, r.stream);

@@ -141,7 +141,7 @@ bool spans_overlap(const span *a, const span *b)
   if (a->begin == a->end || b->begin == b->end || a->end <= b->begin || b->end <= a->begin) return false;
   if (a->pitch != b->pitch) return true;
   const uintptr_t from_a =
-      a->begin < b->begin ? (b->begin - a->begin) % a->pitch : a->pitch - 1 - (a->begin - b->begin - 1) % a->pitch;
+      a->begin <= b->begin ? (b->begin - a->begin) % a->pitch : a->pitch - 1 - (a->begin - b->begin - 1) % a->pitch;
   return from_a < a->width || from_a + b->width > a->pitch;
 }
 

@@ -49,11 +49,21 @@ static void watch_forks(void)
   (void)pthread_atfork(hold_tables, release_tables, begin_child);
 }
 
-cumoe_status check_process(const struct context *context)
+uint32_t count_forks(void)
 {
-  if (context->forks != atomic_load_explicit(&forks, memory_order_relaxed))
+  return atomic_load_explicit(&forks, memory_order_relaxed);
+}
+
+cumoe_status check_forks(uint32_t before)
+{
+  if (before != count_forks())
     return fail(CUMOE_ERR_NOT_SUPPORTED, "context was made before fork(); a child process must make its own");
   return CUMOE_OK;
+}
+
+cumoe_status check_process(const struct context *context)
+{
+  return check_forks(context->forks);
 }
 
 cumoe_status find_context(cumoe_context handle, struct context **context)
@@ -61,7 +71,7 @@ cumoe_status find_context(cumoe_context handle, struct context **context)
   void *found;
   TRY(find_object(OBJECT_CONTEXT, "context", handle, &found));
   *context = found;
-  return check_process(found);
+  return CUMOE_OK;
 }
 
 /* ---- the driver, for what the runtime cannot do ---- */
@@ -505,7 +515,7 @@ static cumoe_status open_one(int32_t device, const cumoe_context_config *config,
   struct context *context = calloc(1, sizeof *context);
   if (context == NULL) return fail(CUMOE_ERR_OUT_OF_MEMORY, "%zu bytes of host memory", sizeof *context);
   context->device = CUMOE_DEVICE_CPU;
-  context->forks = atomic_load(&forks);
+  context->forks = count_forks();
   context->info.size = sizeof context->info;
   context->debug = config->debug;
   (void)snprintf(context->info.fallback, sizeof context->info.fallback, "%s", fallback);

@@ -68,6 +68,8 @@ cumoe_status load_for_operation(struct context *context, operation op);
 void on_close(struct context *context, close_step step, close_function *close);
 
 cumoe_status find_context(cumoe_context handle, struct context **context);
+uint32_t count_forks(void);                                /* of which this process is the child of ... */
+cumoe_status check_forks(uint32_t before);                 /* NOT_SUPPORTED if there were others since */
 cumoe_status check_process(const struct context *context); /* NOT_SUPPORTED in a child of the process that made it */
 
 static inline bool on_cpu(struct context *context)

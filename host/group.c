@@ -217,7 +217,7 @@ cumoe_status find_group(cumoe_group handle, group **found)
   void *object;
   TRY(find_object(OBJECT_GROUP, "group", handle, &object));
   *found = object;
-  return check_process((*found)->context);
+  return CUMOE_OK;
 }
 
 static cumoe_status end_group(void *object)

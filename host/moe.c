@@ -93,7 +93,7 @@ cumoe_status find_plan(cumoe_plan handle, const struct plan **plan)
   void *found;
   TRY(find_object(OBJECT_PLAN, "plan", handle, &found));
   *plan = found;
-  return check_process((*plan)->context);
+  return CUMOE_OK;
 }
 
 cumoe_status cumoe_plan_destroy(cumoe_plan handle)

@@ -1,12 +1,13 @@
 /* See objects.h. One table for all kinds, so that no two handles are equal. */
 #include "objects.h"
+#include "context.h"
 #include "handles.h"
 #include "status.h"
 
 typedef struct record {
   void *object;
   struct context *context;
-  uint64_t kind;
+  uint32_t kind, forks;
 } record;
 
 HANDLE_TABLE(objects, record);
@@ -25,7 +26,7 @@ static uint64_t id_of(const void *handle)
 
 void *publish_object(object_kind kind, struct context *context, void *object)
 {
-  const record r = {object, context, kind};
+  const record r = {object, context, kind, count_forks()};
   return (void *)(uintptr_t)handle_publish(&objects, &r);
 }
 
@@ -35,10 +36,10 @@ cumoe_status find_object(object_kind kind, const char *name, const void *handle,
   record r;
   *object = NULL;
   REQUIRE(handle, CUMOE_ERR_INVALID_ARGUMENT, "%s is null", name);
-  REQUIRE(handle_find(&objects, id_of(handle), &r) && r.kind == (uint64_t)kind, CUMOE_ERR_STALE_HANDLE,
+  REQUIRE(handle_find(&objects, id_of(handle), &r) && r.kind == (uint32_t)kind, CUMOE_ERR_STALE_HANDLE,
           "%s 0x%llx was destroyed, or never was %s", name, (unsigned long long)id_of(handle), nouns[kind]);
   *object = r.object;
-  return CUMOE_OK;
+  return check_forks(r.forks);
 }
 
 bool retire_object(const void *handle)
@@ -53,7 +54,7 @@ int64_t count_objects(object_kind kind, const struct context *context)
   uint64_t id;
   record r;
   for (uint32_t i = 0; handle_at(&objects, i, &id, &r); ++i)
-    count += id && r.context == context && r.kind == (uint64_t)kind;
+    count += id && r.context == context && r.kind == (uint32_t)kind;
   return count;
 }
 
@@ -63,7 +64,7 @@ cumoe_status retire_objects(object_kind kind, const struct context *context, cum
   uint64_t id;
   record r;
   for (uint32_t i = 0; handle_at(&objects, i, &id, &r); ++i) {
-    if (!id || r.context != context || r.kind != (uint64_t)kind || !handle_retire(&objects, id, &r)) continue;
+    if (!id || r.context != context || r.kind != (uint32_t)kind || !handle_retire(&objects, id, &r)) continue;
     AND_THEN(first, end(r.object));
   }
   return first;

@@ -18,8 +18,8 @@ typedef enum object_kind { OBJECT_CONTEXT, OBJECT_PLAN, OBJECT_WEIGHTS, OBJECT_G
 /* A handle for what belongs to `context`; NULL without host memory. */
 void *publish_object(object_kind kind, struct context *context, void *object);
 
-/* What a handle names. INVALID_ARGUMENT for NULL, STALE_HANDLE if it is none of this kind, or no longer. `name` is for
- * the text. Takes no lock. */
+/* What a handle names. INVALID_ARGUMENT for NULL, STALE_HANDLE if it is none of this kind, or no longer, NOT_SUPPORTED
+ * in a child of the process that made it. `name` is for the text. Takes no lock, and does not look at the object. */
 cumoe_status find_object(object_kind kind, const char *name, const void *handle, void **object);
 
 /* Ends a handle that was found; false: another thread was faster, and the object is that one's to end. */

@@ -123,6 +123,7 @@ static cumoe_status alloc_custom(struct context *context, size_t bytes, cumoe_st
   const cumoe_allocator *a = &context->pool.allocator;
   int code = a->alloc(a->user, data, bytes, MEMORY_ALIGNMENT, stream);
   if (code != 0) {
+    *data = NULL;
     TRY(memory_wait(context, stream));
     atomic_fetch_add(&context->pool.retries, 1);
     code = a->alloc(a->user, data, bytes, MEMORY_ALIGNMENT, stream);

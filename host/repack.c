@@ -202,6 +202,7 @@ cumoe_status cumoe_order_of_groups(const int32_t *g_idx, int32_t in, int32_t gro
   REQUIRE(g_idx && order, CUMOE_ERR_INVALID_ARGUMENT, "%s is null", g_idx ? "order" : "g_idx");
   REQUIRE(in >= 1 && group >= 1 && in % group == 0, CUMOE_ERR_INVALID_ARGUMENT,
           "in is %d, group is %d: must be positive, and in a multiple of group", (int)in, (int)group);
+  REQUIRE(order + in <= g_idx || g_idx + in <= order, CUMOE_ERR_INVALID_ARGUMENT, "order overlaps g_idx");
   TRY(count_groups(g_idx, in, group, order));
   for (int32_t g = 0; g < in / group; ++g) order[(g + 1) * group - 1] = 0;
   for (int32_t k = 0; k < in; ++k) { /* a group's last place says how many are placed, until it is the last's */

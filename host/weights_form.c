@@ -45,11 +45,13 @@ static int64_t scale_row_of(const halves *h, int i, int32_t *origin)
 {
   const cumoe_format *f = h->format;
   const int64_t first = h->of[i].first;
-  *origin = f->origin[0] / (f->block[0] > 1 ? h->step : 1);
-  if (f->block[0] == 0) return first && h->concatenated && !f->joined ? 1 : 0;
-  if (h->step == 2) return f->block[0] == 1 ? first : 0;
-  if (!h->concatenated || first == 0) return 0;
-  if (!f->joined) return blocks_of(f->block[0], f->origin[0], h->channels);
+  const bool apart = first && h->concatenated && !f->joined;
+  *origin = 0;
+  if (f->block[0] == 0) return apart;
+  if (f->block[0] == 1) return first + f->origin[0] * (apart ? 2 : 1); /* a row each, whatever the step */
+  *origin = f->origin[0] / h->step;
+  if (h->step == 2 || !h->concatenated || first == 0) return 0;
+  if (apart) return blocks_of(f->block[0], f->origin[0], h->channels);
   *origin = (int32_t)((f->origin[0] + first) % f->block[0]);
   return (f->origin[0] + first) / f->block[0];
 }

@@ -2769,6 +2769,20 @@ static void side_by_side(void)
   dst.data = (char *)dst.data - 9 * 4; /* column 7: the last of src */
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_copy(bench.context, dst, src, no_stream));
   case_end();
+  case_begin("a slice and itself, whatever the pitch");
+  for (int64_t ld = 8; ld <= 64; ld += 8) {
+    src.rows = 1;
+    src.cols = 8;
+    src.ld = ld;
+    src.data = cumoe_buffer_view(bench.buffer).data;
+    for (src.rows = 1; src.rows <= 4 && (src.rows - 1) * ld + 8 <= 4 * 64; src.rows++) {
+      const cumoe_view_mut same = {
+          (void *)(uintptr_t)src.data, src.rows, src.cols, src.ld, src.owner, src.device, src.dtype};
+      CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_copy(bench.context, same, src, no_stream));
+      CHECK(strstr(cumoe_last_error(), "overlaps") != NULL);
+    }
+  }
+  case_end();
   case_begin("one begins where the other ends");
   cumoe_view_mut above, below;
   CHECK_OK(cumoe_view_split_mut(cumoe_buffer_view_mut(bench.buffer), 2, &above, &below));

@@ -226,25 +226,36 @@ static int with_own_context(void)
 }
 
 /* The same of one that inherits a context. */
-static int in_child(cumoe_context inherited, cumoe_buffer buffer)
+static int in_child(cumoe_context inherited, cumoe_buffer buffer, cumoe_plan plan)
 {
   if (cumoe_synchronize(inherited, NULL) != CUMOE_ERR_NOT_SUPPORTED || !strstr(cumoe_last_error(), "fork")) return 1;
   if (cumoe_buffer_free(&buffer) != CUMOE_ERR_NOT_SUPPORTED) return 2;
   if (cumoe_context_destroy(inherited) != CUMOE_ERR_NOT_SUPPORTED) return 3;
+  if (cumoe_plan_destroy(plan) != CUMOE_ERR_NOT_SUPPORTED) return 7;
   return with_own_context();
 }
 
 static void test_fork(cumoe_context context)
 {
+  const cumoe_moe_desc desc = {.size = sizeof desc,
+                               .num_experts = 4,
+                               .local_experts = 4,
+                               .hidden = 16,
+                               .inter = 16,
+                               .dtype = CUMOE_F32,
+                               .routing = cumoe_routing_qwen3(2)};
   cumoe_buffer buffer = {0};
+  cumoe_plan plan = NULL;
   int status = -1;
   case_begin("the child is told");
+  CHECK_OK(cumoe_plan_create(context, &desc, &plan));
   CHECK_OK(cumoe_buffer_alloc(context, CUMOE_F32, 3, 3, NULL, &buffer));
   fflush(stdout);
   const pid_t child = fork();
-  if (child == 0) _exit(in_child(context, buffer));
+  if (child == 0) _exit(in_child(context, buffer, plan));
   CHECK(child > 0 && waitpid(child, &status, 0) == child);
   CHECK_MSG(WIFEXITED(status) && WEXITSTATUS(status) == 0, "the child ended with %d", status);
+  CHECK_OK(cumoe_plan_destroy(plan));
   CHECK_OK(cumoe_buffer_free(&buffer));
   case_end();
 }

@@ -88,6 +88,9 @@ const char *format_name(int which, cumoe_format *f)
               f->zero = CUMOE_ZERO_CODES_OUT, f->zero_add = -1)
   FORMAT_CASE("int4 g 64 f32", *f = cumoe_format_int4(64, CUMOE_F32))
   FORMAT_CASE("int4 g 96 bf16", *f = cumoe_format_int4(96, CUMOE_BF16))
+  FORMAT_CASE("int8, origin 3", *f = cumoe_format_int8(CUMOE_F32), ORIGIN(f, 3, 0))
+  FORMAT_CASE("int4 g 64 f16, origin 1 32", *f = cumoe_format_int4(64, CUMOE_F16), ORIGIN(f, 1, 32))
+  FORMAT_CASE("int4 values g 64, origin 2", *f = cumoe_format_affine4(64, CUMOE_BF16), ORIGIN(f, 2, 0))
   return NULL;
 }
 

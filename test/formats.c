@@ -459,19 +459,21 @@ static void test_modelopt(cumoe_context context)
   case_end();
 }
 
-/* 8 bits: four codes a word along in, symmetric; in order, and in another one, which no producer has. */
-static void run_gptq8(cumoe_context context, uint32_t order)
+/* 8 bits: four codes a word along in, symmetric; in order, and in another one, which no producer has; also channels of
+ * a larger matrix, whose scales begin ahead of theirs. */
+static void run_gptq8(cumoe_context context, uint32_t order, int32_t origin)
 {
   enum { OUT = 16, IN = 64 };
-  case_begin("gptq, 8 bits, order 0x%x", order);
+  case_begin("gptq, 8 bits, order 0x%x, from channel %d on", order, (int)origin);
   rng r = {6};
-  tensor codes = tensor_new(CUMOE_I32, IN / 4, OUT), scale = tensor_normal(&r, CUMOE_F16, 2, OUT, 1, .1);
+  tensor codes = tensor_new(CUMOE_I32, IN / 4, OUT), scale = tensor_normal(&r, CUMOE_F16, 2, OUT + origin, 1, .1);
   for (int i = 0; i < OUT * IN; i++) codes.data[i] = (uint8_t)rng_below(&r, 256);
   cumoe_repack_args a = {.size = sizeof a, .experts = 1, .major = CUMOE_IN_OUT, .out = OUT, .in = IN};
   a.format = cumoe_format_gptq(32, 2);
   a.format.element = CUMOE_ELEMENT_U8;
   a.format.offset = 128;
   a.format.order = order;
+  a.format.origin[0] = origin;
   a.format.zero = CUMOE_ZERO_NONE;
   a.codes = device_put(context, &codes, 3);
   a.scale = device_put(context, &scale, 1);
@@ -480,7 +482,8 @@ static void run_gptq8(cumoe_context context, uint32_t order)
   for (int n = 0; n < OUT; n++)
     for (int i = 0; i < IN; i++) { /* byte i % 4 of a word holds the code that the order's digit says */
       const int k = order ? i / 4 * 4 + (int)(order >> i % 4 * 4 & 15) : i;
-      CHECK(w[n * IN + k] == (codes.data[(i / 4 * OUT + n) * 4 + i % 4] - 128) * tensor_get(&scale, k / 32, n));
+      CHECK(w[n * IN + k] ==
+            (codes.data[(i / 4 * OUT + n) * 4 + i % 4] - 128) * tensor_get(&scale, k / 32, origin + n));
     }
   check_layer(context, &p, w);
   case_end();
@@ -501,8 +504,9 @@ static void test_gptq8(cumoe_context context)
 {
   check_zeros_of_gptq8("gptq8");
   check_zeros_of_gptq8("gptq8_order");
-  run_gptq8(context, 0);
-  run_gptq8(context, 0x2031);
+  run_gptq8(context, 0, 0);
+  run_gptq8(context, 0x2031, 0);
+  run_gptq8(context, 0, 20);
 }
 
 static void test_refusals(cumoe_context context)
@@ -571,6 +575,9 @@ static void test_order(void)
   for (int32_t k = 0; k < IN; k++) g_idx[k] = k == 0;
   CHECK_STATUS(CUMOE_ERR_NOT_SUPPORTED, cumoe_order_of_groups(g_idx, IN, GROUP, order));
   CHECK_TEXT("g_idx has group 0 95 times, must have it 32 times");
+  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_order_of_groups(g_idx, IN, GROUP, g_idx + 1));
+  CHECK_TEXT("order overlaps g_idx");
+  CHECK(g_idx[0] == 1 && g_idx[1] == 0);
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_order_of_groups(g_idx, IN, 36, order));
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_order_of_groups(NULL, IN, GROUP, order));
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_order_of_groups(g_idx, IN, GROUP, NULL));

@@ -1,11 +1,11 @@
 #!/bin/bash
-# On a GPU: every kernel of the table under compute-sanitizer's memcheck, racecheck and synccheck (test/rows.c), and
-# proof that each tool sees a bug in them. Last line as in test/run.sh.
+# On a GPU: every kernel of the table under compute-sanitizer's memcheck, racecheck and synccheck (test/rows.c; those of
+# the layer's gradients by test/backward.c), and proof that each tool sees a bug in them. Last line as in test/run.sh.
 #
 #   test/gpu.sh plant    anywhere with nvcc: builds the test with planted bugs: lib/planted/*/lib/test/rows
 #   test/gpu.sh fits     anywhere: whether the bugs still fit the kernels
 #   test/gpu.sh          on the GPU machine; all tools side by side, each stopped after SECONDS_EACH (240);
-#                        KEEP=FOLDER keeps what they said
+#                        KEEP=FOLDER keeps what they said, PARTS="draw 0/2": these parts alone (parts_of)
 #   test/gpu.sh planted  only whether the tools see the planted bugs
 cd "$(dirname "$0")/.." || exit 1
 . test/check/count.sh
@@ -76,19 +76,32 @@ run() {
 unfollowed="sm90_mixed sm90_dealt sm90_drawn cumoe_up_sm90_fixed cumoe_down_sm90_fixed"
 unfollowed="$unfollowed wgmma_bf16_mx4 wgmma_bf16_nv4 wgmma_bf16_u4 wgmma_f16_mx4 wgmma_f16_nv4 wgmma_f16_u4"
 unfollowed="$unfollowed wgmma_e4m3_e4m3"
+# Likewise (the first reason) d h, whose copies a lane lets go ahead for its warp.
+unfollowed="$unfollowed down_activated"
 
 # PROGRAM:TOOL:KERNEL. By ROWS, as racecheck of CUDA 13.0 does not survive --kernel-name here.
 bugs="sums:racecheck:cumoe_few_up_sm90_few map:racecheck:cumoe_map_any
   rest:synccheck:cumoe_router_any_dot rest:memcheck:cumoe_combine_any_gather"
 tools="memcheck racecheck synccheck"
 [ "$1" != planted ] || tools=
-shards_of() { case $1 in racecheck) echo 8 ;; *) echo 2 ;; esac; } # racecheck takes several times as long
+# Parts of a tool's work, side by side: shards of all rows, of which racecheck takes several times as long, and groups
+# of test/backward.c.
+parts_of() {
+  [ -z "$PARTS" ] || { echo $PARTS; return; }
+  case $1 in racecheck) echo {0..7}/8 ;; *) echo {0..1}/2 ;; esac
+  echo gradients draw
+}
+run_part() { # TOOL PART
+  local rows=
+  [ "$1" != racecheck ] || rows=$(printf '!%s ' $unfollowed)
+  case $2 in
+  gradients) run "$1.$2" "$1" "" "$lib/test/backward" --device cuda --only "kernels of gradients" ;;
+  draw) run "$1.$2" "$1" "" "$lib/test/backward" --device cuda --only "kernels that draw" ;;
+  *) run "$1.${2%/*}" "$1" "$rows" "$lib/test/rows" --shard "$2" ;;
+  esac
+}
 for tool in $tools; do
-  rows= shards=$(shards_of "$tool")
-  [ "$tool" != racecheck ] || rows=$(printf '!%s ' $unfollowed)
-  for shard in $(seq 0 $((shards - 1))); do
-    run "clean.$tool.$shard" "$tool" "$rows" "$lib/test/rows" --shard "$shard/$shards" &
-  done
+  for part in $(parts_of "$tool"); do run_part "$tool" "$part" & done
 done
 for bug in $bugs; do
   IFS=: read -r program tool kernel <<< "$bug"
@@ -100,14 +113,13 @@ wait
 # A layer whose one product is of another row may well have the other product of one of these.
 reports_of_others() { grep -oE 'access at [a-z0-9_A-Z]+' "$1" | grep -qvE "${unfollowed// /|}"; }
 for tool in $tools; do
-  shards=$(shards_of "$tool")
-  for shard in $(seq 0 $((shards - 1))); do
-    name=clean.$tool.$shard
+  for part in $(parts_of "$tool"); do
+    name=$tool.${part%/*}
     read -r status took < "$work/$name.rc"
     if [ "$tool:$status" = racecheck:9 ] && ! reports_of_others "$work/$name.log" &&
       grep -q ' passed, 0 failed, ' "$work/$name.log"; then status=0; fi
     case $status:$(tail -n 1 "$work/$name.log") in
-    0:*) pass "$tool $((shard + 1)) of $shards, $took s: $(grep ' passed, ' "$work/$name.log")" ;;
+    0:*) pass "$tool, $part, $took s: $(grep ' passed, ' "$work/$name.log")" ;;
     124:*) fail "$name: longer than $each s" "$(tail -n 3 "$work/$name.log")" ;;
     *)
       fail "$name, $took s: exit status $status" \

@@ -616,6 +616,30 @@ static void test_orders(void)
   shim_reset();
 }
 
+/* Between red zones what is released is a copy, of what recorded uses leave. */
+static void test_release_of_a_copy(void)
+{
+  const cumoe_context_config config = {.size = sizeof config, .debug = 2};
+  cumoe_context context = NULL;
+  cumoe_stream other = NULL;
+  cumoe_buffer a = {0};
+  void *memory = NULL;
+  case_begin("behind recorded uses");
+  CHECK_OK(cumoe_context_create(0, &config, &context));
+  CHECK_OK(cumoe_stream_create(context, 0, &other));
+  CHECK_OK(cumoe_buffer_alloc(context, CUMOE_U8, 1, 64, NULL, &a));
+  CHECK_OK(cumoe_buffer_record_use(a, other));
+  shim_mark();
+  CHECK_OK(cumoe_buffer_release(&a, &memory));
+  const char *waits = strstr(shim_trace(), "cudaStreamWaitEvent"), *copies = strstr(shim_trace(), "cudaMemcpy");
+  CHECK_MSG(waits && copies && waits < copies && memory, "%s", shim_trace());
+  OWN(cudaFreeAsync(memory, NULL));
+  CHECK_OK(cumoe_stream_destroy(context, other));
+  CHECK_OK(cumoe_context_destroy(context));
+  case_end();
+  shim_reset();
+}
+
 /* Access is granted to a peer only if what is sent to it comes back unchanged; else it is taken back. */
 static void test_peers(void)
 {
@@ -1496,6 +1520,7 @@ static const test_group groups[] = {
     ALONE("a group's abort", test_group_abort, ONCE),
     ALONE("each format by itself", test_formats_alone, ONCE),
     ALONE("streams that wait", test_orders, ONCE),
+    ALONE("a copy that is released", test_release_of_a_copy, ONCE),
     ALONE("peers", test_peers, ONCE),
     ALONE("refused in a capture", test_refused_in_capture, ONCE),
     ALONE("the status of each CUDA error", test_errors, ONCE),
