@@ -1048,13 +1048,14 @@ static void run_gradient_row(cumoe_context context, cumoe_context cpu, const cum
 /* Kernels for gradients of weights, forced one by one. */
 static void test_gradient_rows(cumoe_context context)
 {
+  const seed_range seeds = test_seeds(10);
   cumoe_context cpu = cpu_new();
   for (int32_t index = 0; index < cumoe_variant_count(); index++) {
     cumoe_variant_info v = {.size = sizeof v};
     CHECK_OK(cumoe_variant_get(context, index, &v));
     if (strcmp(v.op, "weight_gradient") || !v.usable || v.w != v.x) continue;
     CHECK_OK(cumoe_variant_force(context, index));
-    for (int i = 0; i < 10; i++) run_gradient_row(context, cpu, &v, i);
+    for (int i = seeds.first; i < seeds.end; i++) run_gradient_row(context, cpu, &v, i);
     CHECK_OK(cumoe_variant_force(context, -1));
   }
   CHECK_OK(cumoe_context_destroy(cpu));
@@ -1228,12 +1229,12 @@ static bool draws(const cumoe_variant_info *v)
 /* SMALL in the environment: without the last, for kernels that the CPU runs. */
 static void test_drawn_rows(cumoe_context context)
 {
-  const int specs = getenv("SMALL") ? DRAWN_SPECS - 1 : DRAWN_SPECS;
+  const seed_range specs = test_seeds(getenv("SMALL") ? DRAWN_SPECS - 1 : DRAWN_SPECS);
   cumoe_context cpu = cpu_new();
   for (int32_t index = 0; index < cumoe_variant_count(); index++) {
     cumoe_variant_info v = {.size = sizeof v};
     CHECK_OK(cumoe_variant_get(context, index, &v));
-    for (int i = 0; i < specs && draws(&v); i++) {
+    for (int i = specs.first; i < specs.end && draws(&v); i++) {
       const layer_spec s = drawn_spec(&v, i);
       case_begin("%s: %d", v.name, i);
       const layer_inputs in = layer_inputs_new(&s);

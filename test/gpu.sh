@@ -92,11 +92,13 @@ parts_of() {
   echo gradients draw
 }
 run_part() { # TOOL PART
-  local rows=
-  [ "$1" != racecheck ] || rows=$(printf '!%s ' $unfollowed)
+  local rows= gradients= draw=
+  if [ "$1" = racecheck ]; then # a few cases; 8: more units than clusters
+    rows=$(printf '!%s ' $unfollowed) gradients="--seeds 7-9" draw="--seeds 0-2"
+  fi
   case $2 in
-  gradients) run "$1.$2" "$1" "" "$lib/test/backward" --device cuda --only "kernels of gradients" ;;
-  draw) run "$1.$2" "$1" "" "$lib/test/backward" --device cuda --only "kernels that draw" ;;
+  gradients) run "$1.$2" "$1" "" "$lib/test/backward" --device cuda --only "kernels of gradients" $gradients ;;
+  draw) run "$1.$2" "$1" "" "$lib/test/backward" --device cuda --only "kernels that draw" $draw ;;
   *) run "$1.${2%/*}" "$1" "$rows" "$lib/test/rows" --shard "$2" ;;
   esac
 }
