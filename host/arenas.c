@@ -264,14 +264,16 @@ static cumoe_status nothing(arenas *a, letter *mine)
   return CUMOE_OK;
 }
 
-/* Nobody frees what another may have open, nor waits for what does not end. */
+/* Nobody frees what another may have open, nor waits for what does not end. Who has not heard whether the others have
+ * succeeded, and has told them of its memory, keeps that until its context ends. */
 static cumoe_status take_apart(crew *c)
 {
   if (c->members[0]->mail.stuck) return CUMOE_OK;
   cumoe_status first = CUMOE_OK;
+  const bool keeps = c->deaf && c->letters;
   for (int32_t m = 0; m < c->count; m++) AND_THEN(first, give_back(c->members[m], close_others));
   if (!c->deaf) AND_THEN(first, take(c, nothing));
-  if (c->members[0]->mail.stuck) return first;
+  if (keeps || c->members[0]->mail.stuck) return first;
   for (int32_t m = 0; m < c->count; m++) AND_THEN(first, give_back(c->members[m], drop_own));
   return first;
 }
@@ -349,10 +351,12 @@ static cumoe_status new_letters(int32_t ranks, letter **letters)
 static cumoe_status end_arenas(void *object)
 {
   arenas *a = object;
-  const cumoe_status others = close_others(a), own = drop_own(a), mail = mail_close(a); /* in this order */
+  cumoe_status status = close_others(a);
+  AND_THEN(status, drop_own(a));
+  AND_THEN(status, mail_close(a));
   free(a->letters);
   free(a);
-  return others != CUMOE_OK ? others : own != CUMOE_OK ? own : mail;
+  return status;
 }
 
 static cumoe_status end_all(struct context *context)
@@ -378,12 +382,12 @@ static cumoe_status new_arenas(struct context *context, size_t bytes, const cumo
   return fail(CUMOE_ERR_OUT_OF_MEMORY, "no host memory for a handle");
 }
 
-/* One that is not connected. Where a gather got stuck it stays, without a handle that anybody knows, until the context
- * ends: the engine has ended the communicator by then. */
+/* One that is not connected. Where it keeps memory, or a gather got stuck, it stays, without a handle that anybody
+ * knows, until the context ends: the engine has ended the communicator by then. */
 static void forget(cumoe_arenas *made, arenas *a)
 {
   if (!*made) return;
-  if (!a->mail.stuck) {
+  if (!a->mail.stuck && !a->own) {
     (void)retire_object(*made);
     if (a->mail.stream) CUMOE_IGNORE(give_back(a, mail_close));
     free(a->letters);
@@ -501,13 +505,13 @@ cumoe_status cumoe_arenas_destroy(cumoe_arenas handle)
                 .letters = a->letters,
                 .step = STEP_LEAVING,
                 .deaf = !a->letters};
-  const cumoe_status status = take_apart(&alone);
+  cumoe_status status = take_apart(&alone);
   if (a->mail.stuck) {
     (void)publish_object(OBJECT_ARENAS, a->context, a); /* as in forget */
     return status;
   }
-  const cumoe_status closed = a->mail.stream ? give_back(a, mail_close) : CUMOE_OK;
+  if (a->mail.stream) AND_THEN(status, give_back(a, mail_close));
   free(a->letters);
   free(a);
-  return status != CUMOE_OK ? status : closed;
+  return status;
 }

@@ -101,6 +101,14 @@ static void list_views(const cumoe_attention_args *a, named_view *to)
 /* From here on a cap changes no score that it does not dwarf, and kernels, which multiply it in f32, would overflow. */
 #define MOST_SOFTCAP 0x1p60f
 
+/* Kernels ask the table whether keys are in pages: one without columns, of which nobody reads, needs an address. */
+static matrix pages_of(const cumoe_attention_args *a)
+{
+  cumoe_view pages = a->pages;
+  if (a->page && !pages.data) pages.data = a->k_lengths.data;
+  return matrix_of(pages);
+}
+
 static attention_args attention_arguments(const struct context *context, const cumoe_attention_args *a)
 {
   return (attention_args){.units = a->q.rows * a->heads,
@@ -110,7 +118,7 @@ static attention_args attention_arguments(const struct context *context, const c
                           .out = matrix_mut(a->out),
                           .lse = matrix_mut(a->lse),
                           .sinks = matrix_of(a->sinks),
-                          .pages = matrix_of(a->pages),
+                          .pages = pages_of(a),
                           .q_offsets = a->q_offsets.data,
                           .k_offsets = a->k_offsets.data,
                           .k_lengths = a->k_lengths.data,

@@ -139,7 +139,7 @@ span span_of(const cumoe_view *v)
 bool spans_overlap(const span *a, const span *b)
 {
   if (a->begin == a->end || b->begin == b->end || a->end <= b->begin || b->end <= a->begin) return false;
-  if (a->pitch != b->pitch) return true;
+  if (a->pitch != b->pitch || a->pitch == 0) return true; /* 0: of a view that nobody looked at */
   const uintptr_t from_a =
       a->begin <= b->begin ? (b->begin - a->begin) % a->pitch : a->pitch - 1 - (a->begin - b->begin - 1) % a->pitch;
   return from_a < a->width || from_a + b->width > a->pitch;

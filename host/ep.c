@@ -128,15 +128,16 @@ static cumoe_status check_call(ep_call *c)
 /* ---- calls ---- */
 
 /* A call that fails halfway leaves others waiting: they are told. */
-static cumoe_status give_up(const group *g)
+static cumoe_status give_up(const group *g, ep_part which)
 {
-  wire_give_up(g, ep_abort_word(EP_FAILED, EP_DISPATCH, g->rank, g->rank));
+  const int phase = which == PART_DISPATCH ? EP_DISPATCH : EP_RETURN;
+  wire_give_up(g, ep_abort_word(EP_FAILED, phase, g->rank, g->rank));
   return CUMOE_OK;
 }
 
-static cumoe_status give_up_entered(const group *g)
+static cumoe_status give_up_entered(const group *g, ep_part which)
 {
-  ON_DEVICE_RELAXED(g->context, give_up(g));
+  ON_DEVICE_RELAXED(g->context, give_up(g, which));
 }
 
 static cumoe_status run_part(const ep_call *c, ep_part which, int64_t number)
@@ -146,7 +147,7 @@ static cumoe_status run_part(const ep_call *c, ep_part which, int64_t number)
   ep_round r = open_round(c, number);
   cumoe_status status = which == PART_DISPATCH ? locate_fill(&r) : CUMOE_OK;
   if (status == CUMOE_OK) status = parts[r.aside][which](&r);
-  if (status != CUMOE_OK && status != CUMOE_ERR_PEER) CUMOE_IGNORE(give_up_entered(c->g));
+  if (status != CUMOE_OK && status != CUMOE_ERR_PEER) AND_THEN(status, give_up_entered(c->g, which));
   if (status == CUMOE_OK) c->g->next[c->args.lane] = (ep_part)((which + 1) % PARTS);
   return status;
 }
@@ -158,9 +159,10 @@ static cumoe_status check_order(const ep_call *c, ep_part which)
                                            "cumoe_ep_combine"};
   uint64_t end = 0;
   const ep_part next = c->g->next[c->args.lane];
-  if (!on_cpu(c->g->context) || next == which) return CUMOE_OK;
+  if (!on_cpu(c->g->context) || (next == which && which == PART_DISPATCH)) return CUMOE_OK; /* which looks itself */
   TRY(wire_load_abort(c->g, &end));
   if (end) return ep_explain(c->g, end);
+  if (next == which) return CUMOE_OK;
   return fail(CUMOE_ERR_INVALID_ARGUMENT, "args.lane is %d, where the next call must be %s", (int)c->args.lane,
               names[next]);
 }

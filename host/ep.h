@@ -148,7 +148,8 @@ static inline int64_t timeout_of(const group *g)
 }
 
 /* In a rank's line of `hello`: its state, for whom the line is, and the facts that it tells of itself; of masks, how
- * far its lanes have come, and {ranks left out : 32, hash of the mask : 32}. */
+ * far its lanes have come, and {twice the ranks left out, and 1 once its abort word is cleared : 32, hash of the mask :
+ * 32}. */
 enum { HELLO_STATE = 0, HELLO_FACTS = 8, HELLO_LANES = EP_LINE - 16, HELLO_MASK = EP_LINE - 8 };
 _Static_assert(EP_MAX_LANES <= 2, "a word tells how far each lane has come");
 

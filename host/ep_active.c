@@ -66,16 +66,32 @@ static cumoe_status load_lanes(const group *g, uint32_t *exchanges)
   return CUMOE_OK;
 }
 
-static cumoe_status tell(const group *g, const uint64_t *mask, const uint32_t *exchanges)
+/* How far a rank has come with a mask: the more ranks it leaves out, the further. */
+static uint32_t has_told(const group *g, const uint64_t *mask)
+{
+  return 2 * (uint32_t)left_out(g, mask);
+}
+
+static uint32_t has_cleared(const group *g, const uint64_t *mask)
+{
+  return has_told(g, mask) + 1;
+}
+
+static cumoe_status tell(const group *g, const uint64_t *mask, uint32_t how_far)
+{
+  const uint64_t word = ep_flag(how_far, hash_of(mask));
+  for (int32_t r = 0; r < g->shape.ranks; r++)
+    if (has(mask, r)) TRY(wire_store(g, r, ep_hello(g, g->rank) + HELLO_MASK, word));
+  return CUMOE_OK;
+}
+
+static cumoe_status tell_lanes(const group *g, const uint64_t *mask, const uint32_t *exchanges)
 {
   uint64_t lanes = 0;
   for (int32_t l = 0; l < g->shape.lanes; l++) lanes |= (uint64_t)exchanges[l] << 32 * l;
-  for (int32_t r = 0; r < g->shape.ranks; r++) {
-    if (!has(mask, r)) continue;
-    TRY(wire_store(g, r, ep_hello(g, g->rank) + HELLO_LANES, lanes));
-    TRY(wire_store(g, r, ep_hello(g, g->rank) + HELLO_MASK, ep_flag((uint32_t)left_out(g, mask), hash_of(mask))));
-  }
-  return CUMOE_OK;
+  for (int32_t r = 0; r < g->shape.ranks; r++)
+    if (has(mask, r)) TRY(wire_store(g, r, ep_hello(g, g->rank) + HELLO_LANES, lanes));
+  return tell(g, mask, has_told(g, mask));
 }
 
 static cumoe_status give_up(const group *g, int cause, int32_t about, cumoe_status status)
@@ -89,13 +105,13 @@ static cumoe_status give_up(const group *g, int cause, int32_t about, cumoe_stat
 static cumoe_status hear(const group *g, const uint64_t *mask, int32_t r, uint32_t *furthest)
 {
   uint64_t word, lanes, end;
-  TRY(wire_wait(g, ep_hello(g, r) + HELLO_MASK, (uint32_t)left_out(g, mask), false, &end));
+  TRY(wire_wait(g, ep_hello(g, r) + HELLO_MASK, has_told(g, mask), false, &end));
   if (end) return give_up(g, EP_TIMEOUT, r, CUMOE_OK);
   TRY(wire_load(g, ep_hello(g, r) + HELLO_MASK, &word));
   if ((uint32_t)word != hash_of(mask))
     return give_up(g, EP_FAILED, r,
                    fail(CUMOE_ERR_INVALID_ARGUMENT, "active is not what rank %d says: it leaves out %d ranks, this %d",
-                        (int)r, (int)(word >> 32), (int)left_out(g, mask)));
+                        (int)r, (int)(word >> 33), (int)left_out(g, mask)));
   TRY(wire_load(g, ep_hello(g, r) + HELLO_LANES, &lanes));
   for (int32_t l = 0; l < g->shape.lanes; l++) {
     const uint32_t theirs = (uint32_t)(lanes >> 32 * l);
@@ -116,14 +132,28 @@ static cumoe_status go_on(group *g, const uint64_t *mask, const uint32_t *furthe
   return wire_store(g, g->rank, g->at.abort, 0);
 }
 
+/* Who went on at once might abort, or fail, while another rank has its abort word still to clear. */
+static cumoe_status meet_again(const group *g, const uint64_t *mask)
+{
+  uint64_t end = 0;
+  TRY(tell(g, mask, has_cleared(g, mask)));
+  for (int32_t r = 0; r < g->shape.ranks && end == 0; r++) {
+    if (!has(mask, r)) continue;
+    TRY(wire_wait(g, ep_hello(g, r) + HELLO_MASK, has_cleared(g, mask), true, &end));
+    if (end == EP_LATE) return give_up(g, EP_TIMEOUT, r, CUMOE_OK);
+  }
+  return end ? ep_explain(g, end) : CUMOE_OK;
+}
+
 static cumoe_status agree(group *g, const uint64_t *mask)
 {
   uint32_t furthest[EP_MAX_LANES];
   TRY(load_lanes(g, furthest));
-  TRY(tell(g, mask, furthest));
+  TRY(tell_lanes(g, mask, furthest));
   for (int32_t r = 0; r < g->shape.ranks; r++)
     if (has(mask, r)) TRY(hear(g, mask, r, furthest));
-  return go_on(g, mask, furthest);
+  TRY(go_on(g, mask, furthest));
+  return meet_again(g, mask);
 }
 
 cumoe_status cumoe_group_set_active(cumoe_group handle, const uint64_t *active)

@@ -55,7 +55,7 @@ static ep_layout lay_out(const ep_shape *s, ep_tiers *tiers)
   ep_layout l = {0};
   uint64_t head = 0, lane = 0;
   *tiers = tiers_of(s);
-  l.hello = take(&head, lines);
+  l.hello = take(&head, EP_MAX_RANKS * EP_LINE); /* ranks that say another number of ranks write there, too */
   l.abort = take(&head, EP_LINE);
   l.bases = take(&head, ranks * sizeof(uint64_t));
   l.every_expert = take(&head, (uint64_t)s->experts * sizeof(int32_t));

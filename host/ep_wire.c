@@ -81,20 +81,26 @@ cumoe_status wire_wait(const group *g, uint64_t at, uint32_t least, bool heeds_a
   }
 }
 
-void wire_give_up(const group *g, uint64_t word)
+static void store_aborts(const group *g, uint64_t word)
 {
   uint64_t own = 0;
-  if (g->staged) { /* others cannot be told; in create its stream may wait for NCCL */
-    keep(g, word);
-    return;
-  }
-  if (on_cpu(g->context)) {
-    cpu_ep_give_up(g->arenas, &g->at, &g->shape, &g->ways, g->rank, word);
-    return;
-  }
   for (int32_t r = 0; r < g->shape.ranks; r++)
     if (r != g->rank || (wire_load(g, g->at.abort, &own) == CUMOE_OK && !ep_heeded(&g->ways, own)))
       CUMOE_IGNORE(wire_store(g, r, g->at.abort, word));
+}
+
+/* Whoever gives up has a reason, and a text: whether others could be told does not change it. */
+void wire_give_up(const group *g, uint64_t word)
+{
+  error_text why;
+  save_error(&why);
+  if (g->staged) /* others cannot be told; in create its stream may wait for NCCL */
+    keep(g, word);
+  else if (on_cpu(g->context))
+    cpu_ep_give_up(g->arenas, &g->at, &g->shape, &g->ways, g->rank, word);
+  else
+    store_aborts(g, word);
+  restore_error(&why);
 }
 
 /* ---- kernels ---- */

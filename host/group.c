@@ -256,10 +256,11 @@ static cumoe_status make_plans(group *g, cumoe_context context)
   return cumoe_plan_create(context, &shared, &g->shared);
 }
 
-static void drop_plans(const group *g)
+static cumoe_status drop_plans(const group *g)
 {
-  CUMOE_IGNORE(cumoe_plan_destroy(g->shard));
-  CUMOE_IGNORE(cumoe_plan_destroy(g->shared));
+  cumoe_status status = drop_plan(g->shard);
+  AND_THEN(status, drop_plan(g->shared));
+  return status;
 }
 
 static cumoe_status write_constants(const group *g)
@@ -367,10 +368,10 @@ cumoe_status cumoe_group_create(cumoe_context of, cumoe_plan handle, const cumoe
   if (status == CUMOE_OK && !(*made = publish_object(OBJECT_GROUP, context, g)))
     status = fail(CUMOE_ERR_OUT_OF_MEMORY, "no host memory for another group");
   if (status == CUMOE_OK) return CUMOE_OK;
-  drop_plans(g);
+  AND_THEN(status, drop_plans(g));
   /* NCCL may still write to the arena: the group stays until its context ends, as stuck arenas do. */
   if (g->stuck && publish_object(OBJECT_GROUP, context, g)) return status;
-  CUMOE_IGNORE(close_entered(g));
+  AND_THEN(status, close_entered(g));
   return status;
 }
 
@@ -386,8 +387,8 @@ cumoe_status cumoe_group_destroy(cumoe_group handle)
   if (!handle) return CUMOE_OK;
   TRY(find_group(handle, &g));
   if (!retire_object(handle)) return find_group(handle, &g);
-  const cumoe_status status = leave_entered(g);
-  drop_plans(g);
-  const cumoe_status closed = close_entered(g);
-  return status != CUMOE_OK ? status : closed;
+  cumoe_status status = leave_entered(g);
+  AND_THEN(status, drop_plans(g));
+  AND_THEN(status, close_entered(g));
+  return status;
 }

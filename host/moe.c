@@ -96,13 +96,18 @@ cumoe_status find_plan(cumoe_plan handle, const struct plan **plan)
   return CUMOE_OK;
 }
 
-cumoe_status cumoe_plan_destroy(cumoe_plan handle)
+cumoe_status drop_plan(cumoe_plan handle)
 {
-  begin_call(__func__);
   void *found;
   if (!handle) return CUMOE_OK;
   TRY(find_object(OBJECT_PLAN, "plan", handle, &found));
   return retire_object(handle) ? end_plan(found) : find_object(OBJECT_PLAN, "plan", handle, &found);
+}
+
+cumoe_status cumoe_plan_destroy(cumoe_plan handle)
+{
+  begin_call(__func__);
+  return drop_plan(handle);
 }
 
 cumoe_status cumoe_plan_workspace(cumoe_plan handle, int64_t tokens, size_t *bytes)

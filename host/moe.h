@@ -15,6 +15,7 @@ struct plan {
 };
 
 cumoe_status find_plan(cumoe_plan handle, const struct plan **plan);
+cumoe_status drop_plan(cumoe_plan handle); /* cumoe_plan_destroy, by a call of another name; NULL: nothing */
 
 /* What a call of cumoe_moe_forward works with. */
 typedef struct layer_operands {

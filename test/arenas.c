@@ -26,6 +26,7 @@ typedef struct trouble {
   int32_t fails_at, dies_at;      /* its call of all_gather */
   int32_t files;                  /* it may open no more than these from then on; 0: any */
   void (*forge)(letter *of_rank); /* done to its letters on their way */
+  int32_t deaf_at;                /* the call of whose letters it says that it has not got them; 0: none */
 } trouble;
 
 typedef struct world {
@@ -85,9 +86,9 @@ static int all_gather(void *user, const void *mine, void *all, size_t bytes)
   if (troubled && w->trouble.files) limit_files(w->trouble.files);
   if (troubled && w->trouble.forge) w->trouble.forge((letter *)(void *)w->letters[step][r->number]);
   const int late = meet(w, step);
-  r->failed = late != 0;
+  r->failed = late != 0 || (troubled && w->trouble.deaf_at && step == w->trouble.deaf_at);
   for (int32_t i = 0; i < w->ranks; i++) memcpy((char *)all + (size_t)i * bytes, w->letters[step][i], bytes);
-  return late;
+  return r->failed ? 62 : 0;
 }
 
 /* ---- a rank ---- */
@@ -213,6 +214,34 @@ static void run_process(world *w, int32_t process)
     if (w->process[r] == process) w->files_left[r] = count_files();
 }
 
+/* Of two in one process the first does not hear that both have succeeded: what it would have freed then, malloc would
+ * give again, and the other one stores there. */
+static void *run_deaf(void *argument)
+{
+  rank *r = argument;
+  world *w = r->w;
+  const int32_t n = r->number;
+  const cumoe_context_config one = {.size = sizeof one, .cpu_threads = 1};
+  const cumoe_arenas_config config = {
+      .size = sizeof config, .rank = n, .ranks = w->ranks, .all_gather = all_gather, .user = r};
+  cumoe_arenas_info info = {.size = sizeof info};
+  cumoe_context context;
+  cumoe_arenas mine;
+  w->wrong[n] += cumoe_context_create(CUMOE_DEVICE_CPU, &one, &context) != CUMOE_OK;
+  w->status[n] = cumoe_arenas_create(context, w->bytes[n], &config, &mine);
+  unsigned char *again = n == 0 ? aligned_alloc(256, w->bytes[n]) : NULL;
+  if (again) memset(again, 0x55, w->bytes[n]);
+  w->wrong[n] += meet(w, STEPS - 2) != 0;
+  if (w->status[n] == CUMOE_OK && cumoe_arenas_get_info(mine, &info) == CUMOE_OK)
+    memset(info.arenas[0], 1, w->bytes[n]);
+  w->wrong[n] += meet(w, STEPS - 1) != 0;
+  for (size_t i = 0; again && i < w->bytes[n]; i++) w->wrong[n] += again[i] != 0x55;
+  free(again);
+  w->destroyed[n] = cumoe_arenas_destroy(mine);
+  w->wrong[n] += cumoe_context_destroy(context) != CUMOE_OK;
+  return NULL;
+}
+
 static world *make_world(const world *from)
 {
   world *w = mmap(NULL, sizeof *w, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
@@ -225,6 +254,27 @@ static world *make_world(const world *from)
     w->status[r] = w->destroyed[r] = NEVER;
   }
   return w;
+}
+
+static void deaf(void)
+{
+  const world from = {.ranks = 2,
+                      .bytes = {1 << 18, 1 << 18},
+                      .trouble = {.fails_at = NEVER, .dies_at = NEVER, .deaf_at = 2},
+                      .patience_ms = 2000};
+  world *w = make_world(&from);
+  rank ranks[2];
+  pthread_t threads[2];
+  case_begin("memory that others may store to is kept");
+  for (int32_t r = 0; r < 2; r++) {
+    ranks[r] = (rank){.w = w, .number = r};
+    if (pthread_create(&threads[r], NULL, run_deaf, &ranks[r]) != 0) abort();
+  }
+  for (int32_t r = 0; r < 2; r++) pthread_join(threads[r], NULL);
+  CHECK(w->status[0] == CUMOE_ERR_PEER && w->status[1] == CUMOE_OK);
+  CHECK_MSG(w->wrong[0] == 0 && w->wrong[1] == 0, "%d and %d things were wrong", (int)w->wrong[0], (int)w->wrong[1]);
+  case_end();
+  munmap(w, sizeof *w);
 }
 
 void __gcov_dump(void) __attribute__((weak)); /* _exit writes no counts of branches */
@@ -523,8 +573,11 @@ static void arguments(cumoe_context context)
 
 static const test_group groups[] = {
     /* A context has threads; what one of these holds when a process forks, the child never gets. */
-    ALONE("arenas", succeed, ONCE),          ALONE("ranks that disagree", disagree, ONCE),
-    ALONE("ranks that end", broken, ONCE),   GROUP("all ranks of a process", create_all, ANYWHERE),
+    ALONE("arenas", succeed, ONCE),
+    ALONE("ranks that disagree", disagree, ONCE),
+    ALONE("ranks that end", broken, ONCE),
+    ALONE("a rank that does not hear", deaf, ONCE),
+    GROUP("all ranks of a process", create_all, ANYWHERE),
     GROUP("arguments", arguments, ANYWHERE),
 };
 TEST_MAIN(groups)

@@ -430,6 +430,39 @@ static void test_recorded(cumoe_context context)
   }
 }
 
+/* A table without columns has nowhere to lie. */
+static void test_no_pages(cumoe_context context)
+{
+  static const int32_t lengths[][2] = {{0, 0}, {5, 0}}, offsets[] = {0, 2, 4};
+  for (int i = 0; i < 4; i++) {
+    rng r = {5};
+    const int32_t dtype = i / 2 ? CUMOE_BF16 : CUMOE_F32;
+    cumoe_fault fault = {.size = sizeof fault};
+    case_begin("no pages, %d keys, %s", (int)lengths[i % 2][0], cumoe_dtype_name((cumoe_dtype)dtype));
+    const tensor q = tensor_normal(&r, dtype, 4, 8, 0, 1), k = tensor_normal(&r, dtype, 16, 8, 1, 1);
+    const cumoe_attention_args a = {.size = sizeof a,
+                                    .heads = 1,
+                                    .kv_heads = 1,
+                                    .head_dim = 8,
+                                    .page = 4,
+                                    .q = device_put(context, &q, 0),
+                                    .k = device_put(context, &k, 0),
+                                    .v = device_put(context, &k, 0),
+                                    .q_offsets = put_indices(context, offsets, 1, 3),
+                                    .k_lengths = put_indices(context, lengths[i % 2], 1, 2),
+                                    .pages = {.rows = 2, .device = CUMOE_DEVICE_ANY, .dtype = CUMOE_I32},
+                                    .out = device_new(context, dtype, 4, 8, 0)};
+    CHECK_OK(cumoe_fault_clear(context, NULL));
+    CHECK_OK(cumoe_attention(context, &a, NULL));
+    CHECK_OK(cumoe_fault_read(context, NULL, &fault));
+    CHECK_MSG(fault.code == (i % 2 ? CUMOE_FAULT_SEQUENCE : CUMOE_FAULT_NONE), "code %d", (int)fault.code);
+    const tensor out = device_get(context, cumoe_const(a.out));
+    for (int64_t x = 0; x < 4 * 8; x++) CHECK(tensor_get(&out, 0, x) == 0);
+    CHECK_OK(cumoe_fault_clear(context, NULL));
+    case_end();
+  }
+}
+
 static void test_wide_cap(cumoe_context context)
 {
   rng r = {3};
@@ -1078,6 +1111,7 @@ static const test_group groups[] = {
     GROUP("NaN and infinity", test_nan, ANYWHERE),
     GROUP("hostile indices", test_hostile, ANYWHERE),
     GROUP("what is recorded", test_recorded, ANYWHERE),
+    GROUP("no pages", test_no_pages, ANYWHERE),
     GROUP("a wide cap", test_wide_cap, ANYWHERE),
     GROUP("decode", test_decode, ANYWHERE),
     GROUP("rotary embedding", test_rope, ANYWHERE),

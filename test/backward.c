@@ -1753,9 +1753,29 @@ static void refuse_format_of_gradients(cumoe_context context)
   case_end();
 }
 
+/* Of no tokens nobody looks at what would be needed: not even at its ld. */
+static void refuse_same_memory(cumoe_context context)
+{
+  case_begin("no tokens, and one memory twice");
+  const layer_spec s = layer_spec_new(CUMOE_F32, 3, HIDDEN, INTER);
+  const layer_inputs in = layer_inputs_new(&s);
+  session run;
+  session_open(&run, context, &s, &in);
+  cumoe_moe_args none = run.args;
+  none.x.rows = none.out.rows = none.logits.rows = none.ids.rows = none.weights.rows = none.residual.rows = 0;
+  cumoe_view_mut same = workspace_new(context, 1024);
+  same.ld = 0;
+  const cumoe_moe_grads to = {.size = sizeof to, .kept = cumoe_const(same), .workspace = same};
+  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_moe_backward(run.plan, run.routed, &none, &to, NULL));
+  CHECK_TEXT("grads.workspace overlaps grads.kept");
+  session_close(&run);
+  case_end();
+}
+
 static void test_refusals(cumoe_context context)
 {
   refuse_one_place(context);
+  refuse_same_memory(context);
   case_begin("more columns than there are experts");
   cumoe_gate_backward_args gate = {.size = sizeof gate, .routing = cumoe_routing_mixtral(2)};
   gate.logits = cumoe_const(device_new(context, CUMOE_F32, 3, CUMOE_MAX_EXPERTS + 1, 0));

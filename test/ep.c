@@ -47,6 +47,7 @@ typedef struct world {
   bool aside, own;                /* rows aside, and own tokens a layer of their own, however few; of one rank a GPU */
   bool varies;                    /* calls say in turn tokens_max, the group's room, three times tokens_max */
   const uint64_t *says;           /* of each rank: its mask, 0: makes no call of it */
+  int32_t aborts;                 /* so many say it; the first of them aborts at once when it has been told */
   cumoe_format format;            /* of the experts' weights, or zeros */
   int32_t zero, identity, groups; /* of experts, which are ranked by their sigmoids and a bias */
   /* made */
@@ -1004,6 +1005,9 @@ static void *say(void *argument)
   enter(r);
   if (!r->group) return NULL;
   if (r->w->says[r->number]) keep(r, cumoe_group_set_active(r->group, &r->w->says[r->number]));
+  if (r->w->aborts && r->number == 0 && r->status == CUMOE_OK) keep(r, cumoe_group_abort(r->group));
+  if (r->w->says[r->number]) atomic_fetch_add(&r->meeting->left, 1);
+  if (r->w->aborts) meet(&r->meeting->left, r->w->aborts);
   leave(r);
   return NULL;
 }
@@ -1948,6 +1952,98 @@ static void masks(void)
   }
 }
 
+/* The first of three takes itself for one of two. The third comes first: what it writes lies in the way of the others. */
+typedef struct miscounted {
+  int32_t number;
+  void **arenas;
+  cumoe_status status;
+  char text[400];
+} miscounted;
+
+static void *join_miscounted(void *argument)
+{
+  miscounted *m = argument;
+  const cumoe_moe_desc desc = {.size = sizeof desc,
+                               .num_experts = 3,
+                               .local_experts = 1,
+                               .hidden = 8,
+                               .inter = 8,
+                               .dtype = CUMOE_F32,
+                               .routing = cumoe_routing_qwen3(1)};
+  const cumoe_group_config config = {.size = sizeof config,
+                                     .rank = m->number,
+                                     .ranks = m->number == 0 ? 2 : 3,
+                                     .max_tokens = 1,
+                                     .timeout_ns = 700000000,
+                                     .arenas = m->arenas};
+  cumoe_context context;
+  cumoe_plan plan;
+  cumoe_group made = NULL;
+  size_t bytes;
+  CHECK_OK(cumoe_context_create(CUMOE_DEVICE_CPU, NULL, &context));
+  CHECK_OK(cumoe_plan_create(context, &desc, &plan));
+  CHECK_OK(cumoe_ep_arena(plan, &config, &bytes));
+  unsigned char *arena = m->arenas[m->number];
+  usleep(m->number == 2 ? 0 : 100000 + 150000 * (unsigned)m->number);
+  m->status = cumoe_group_create(context, plan, &config, cumoe_vector_mut(arena, CUMOE_U8, (int64_t)bytes), &made);
+  snprintf(m->text, sizeof m->text, "%s", cumoe_last_error());
+  CHECK_OK(cumoe_context_destroy(context));
+  return NULL;
+}
+
+static void miscount(void)
+{
+  enum { RANKS = 3, ROOM = 1 << 20 };
+  static const char *const words[RANKS] = {"config.ranks is 2 on rank 0 and 3 on rank 1",
+                                           "config.ranks is 3 on rank 1 and 2 on rank 0", "has not joined (create)"};
+  miscounted m[RANKS];
+  pthread_t threads[RANKS];
+  void *arenas[RANKS];
+  case_begin("ranks that say different numbers of ranks");
+  for (int32_t r = 0; r < RANKS; r++) arenas[r] = aligned(ROOM);
+  for (int32_t r = 0; r < RANKS; r++) {
+    memset(arenas[r], 0, ROOM);
+    m[r] = (miscounted){.number = r, .arenas = arenas};
+  }
+  for (int32_t r = 0; r < RANKS; r++) CHECK(pthread_create(&threads[r], NULL, join_miscounted, &m[r]) == 0);
+  for (int32_t r = 0; r < RANKS; r++) CHECK(pthread_join(threads[r], NULL) == 0);
+  for (int32_t r = 0; r < RANKS; r++) {
+    CHECK_MSG(m[r].status == (r < 2 ? CUMOE_ERR_INVALID_ARGUMENT : CUMOE_ERR_PEER), "rank %d: %s", (int)r, m[r].text);
+    CHECK_MSG(strstr(m[r].text, words[r]) != NULL, "rank %d: %s", (int)r, m[r].text);
+    free(arenas[r]);
+  }
+  case_end();
+}
+
+/* Whoever goes on may abort while another one has just been told: that one must not lose it. */
+static void aborted_at_once(void)
+{
+  enum { STAY = 5 };
+  static const uint64_t says[STAY + 1] = {0x1f, 0x1f, 0x1f, 0x1f, 0x1f, 0};
+  int lost = 0;
+  case_begin("an abort behind a mask");
+  for (int i = 0; i < 40; i++) {
+    rank ranks[MOST_RANKS];
+    world w = {.ranks = STAY + 1,
+               .experts = STAY + 1,
+               .top_k = 2,
+               .dtype = CUMOE_F32,
+               .capacity = 1,
+               .exact = true,
+               .says = says,
+               .aborts = STAY};
+    make_world(&w);
+    const tensor out = tensor_new(w.dtype, 0, w.hidden);
+    run_ranks(&w, &out, ranks, NOBODY, NONE, 20000000000);
+    for (int32_t r = 0; r < STAY; r++) {
+      CHECK_MSG(ranks[r].status == CUMOE_OK || ranks[r].status == CUMOE_ERR_PEER, "rank %d: %s", (int)r, ranks[r].text);
+      lost += ranks[r].fault.cause != CUMOE_GROUP_ABORTED;
+    }
+  }
+  CHECK_MSG(lost == 0, "%d of %d have not seen it", lost, 40 * STAY);
+  case_end();
+}
+
 /* ---- ranks as processes ---- */
 
 /* What a process leaves behind. */
@@ -2673,6 +2769,8 @@ static void bad_forward(rank *r)
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_ep_forward(NULL, r->weights, &e, NULL));
   bad_order(r, &e);
   CHECK_OK(cumoe_group_abort(r->group));
+  CHECK_STATUS(CUMOE_ERR_PEER,
+               cumoe_ep_experts(r->group, r->weights, &e, NULL)); /* the next one, and nobody to wait for */
   CHECK_STATUS(CUMOE_ERR_PEER, cumoe_ep_combine(r->group, r->weights, &e, NULL));
   CHECK_TEXT("rank 0 has aborted the group");
   free(workspace);
@@ -2880,6 +2978,8 @@ static const test_group groups[] = {
     ALONE("trouble", troubles, ONCE),
     ALONE("without a rank", without, ONCE),
     ALONE("masks", masks, ONCE),
+    ALONE("an abort at once", aborted_at_once, ONCE),
+    ALONE("numbers of ranks", miscount, ONCE),
     ALONE("processes", processes, ONCE),
     ALONE("layouts", layouts, ONCE),
     ALONE("arguments", arguments, ONCE),

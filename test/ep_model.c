@@ -2,7 +2,8 @@
  * All orders in which ranks can take the steps of kernels/ep/ep.h: three calls of two ranks, with two lanes, and with
  * giving up at any wait, and of three ranks; exchanges counted modulo 4, so that the words wrap. Two calls of three
  * ranks, of which the last is left out whenever the others have given up or are done, and one more call of those; it
- * may have died at any step, or go on taking its own. Three calls of three ranks, in the second of which one has
+ * may have died at any step, or go on taking its own; or one of those that stay aborts when it has left it out, which
+ * nobody may clear. Three calls of three ranks, in the second of which one has
  * nothing for another: dedup. Packets: ranks of two threads each, for what one stores as packets nothing orders with
  * the other's flags; in all of three calls, or mixed with calls and ranks without. Lines, whose words come at once, in
  * all calls, or mixed with packets and rows. Nothing stale is read, nobody is
@@ -35,6 +36,7 @@ typedef enum mutant {
   CLEARED_EARLY,       /* the abort word, before all have told */
   WAITS_FOR_LOST,      /* the call after it */
   HEEDS_LOST,          /* the abort word of the rank that was left out */
+  NOT_MET_AGAIN,       /* those that stay do not wait until all have cleared theirs */
   SLOTS_AS_THEY_ARE,   /* a packet of a slot is taken without a look at its number */
   SUMS_AS_THEY_ARE,    /* of a sum, likewise */
   HALF_A_PACKET,       /* one of its two words is looked at */
@@ -65,6 +67,7 @@ static const char *const mutant_names[MUTANTS] = {"as it is",
                                                   "an abort word cleared too early",
                                                   "waiting for a rank that was left out",
                                                   "heeding a rank that was left out",
+                                                  "an abort word that another rank still clears",
                                                   "slots taken as they are",
                                                   "sums taken as they are",
                                                   "half a packet",
@@ -76,7 +79,8 @@ static const char *const mutant_names[MUTANTS] = {"as it is",
                                                   "a sum that is awaited and not sent"};
 
 /* What a rank does in one call, for each peer in turn. BEGIN counts the exchange, LEAVE_OUT clears the abort word:
- * once, for no peer. TELL_MASK and AWAIT_MASK are of a rank that stays, after its last call. Of packets each word by
+ * once, for no peer, likewise ABORT. These, and TELL_MASK to AWAIT_CLEARED, are of a rank that stays, after its last
+ * call. Of packets each word by
  * itself is written, and taken when both are there; MEET waits for the rank's other thread. */
 typedef enum act {
   BEGIN,
@@ -91,6 +95,9 @@ typedef enum act {
   TELL_MASK,
   AWAIT_MASK,
   LEAVE_OUT,
+  TELL_CLEARED,
+  AWAIT_CLEARED,
+  ABORT,
   WRITE_SLOT,
   TAKE_SLOT,
   WRITE_SUM,
@@ -129,6 +136,8 @@ typedef struct state {
   uint8_t abort[MOST];             /* 1 + by whom */
   uint8_t told[MOST][MOST];        /* of [to][from]: 1 + n, with the mask */
   uint8_t furthest[MOST];          /* 1 + the largest n heard of */
+  uint8_t cleared[MOST][MOST];     /* of [to][from] */
+  uint8_t aborted;
 } state;
 enum { GAVE_UP = 255 };
 
@@ -137,6 +146,7 @@ typedef struct model {
   mutant mutant;
   bool gives_up; /* any wait may end by the time */
   bool loses;    /* the last rank: the others leave it out */
+  bool aborts;   /* then the first one aborts, and there is no other call */
   bool dedup;
   int threads;
   form sums[CALLS];
@@ -208,7 +218,12 @@ static void add_leaving_out(model *m, int rank)
   add(m, rank, m->calls, 0, TELL_MASK);
   add(m, rank, m->calls, 0, AWAIT_MASK);
   if (m->mutant != CLEARED_EARLY) add_step(m, rank, m->calls, clear);
-  add_call(m, rank, m->calls, 0);
+  add(m, rank, m->calls, 0, TELL_CLEARED);
+  if (m->mutant != NOT_MET_AGAIN) add(m, rank, m->calls, 0, AWAIT_CLEARED);
+  if (!m->aborts)
+    add_call(m, rank, m->calls, 0);
+  else if (rank == 0)
+    add_step(m, rank, m->calls, (step){ABORT, rank, 0, 0});
 }
 
 /* Nothing is sent to, and comes from, whom a rank has no tokens for: both sides see that in the flag. */
@@ -348,9 +363,15 @@ static bool take(model *m, state *s, int thread)
     hear(s, r, s->told[r][o]);
     break;
   case LEAVE_OUT:
+    if (s->aborted) m->wrong = "an abort was cleared";
     s->abort[r] = 0;
     if (m->mutant != NOT_AGREED && s->furthest[r]) s->n[l][r] = (uint8_t)(s->furthest[r] - 1);
     break;
+  case TELL_CLEARED: s->cleared[o][r] = 1; break;
+  case AWAIT_CLEARED:
+    if (!s->cleared[r][o]) return false;
+    break;
+  case ABORT: s->aborted = 1; break;
   case WRITE_SLOT: write_word(&s->slots[o][r], p->at, n, fresh); break;
   case TAKE_SLOT:
     if (!take_slot(m, s, r, o, n, fresh)) return false;
@@ -456,7 +477,17 @@ static void expand(model *m, const state *from)
   if (!moved && !all && !m->wrong) m->wrong = "ranks wait for each other for ever";
 }
 
-typedef enum ending { ALL_CALLS, GIVING_UP, LEAVING_OUT, DEDUP, PACKETS, SOME_PACKETS, LINED, SOME_LINES } ending;
+typedef enum ending {
+  ALL_CALLS,
+  GIVING_UP,
+  LEAVING_OUT,
+  ABORTING,
+  DEDUP,
+  PACKETS,
+  SOME_PACKETS,
+  LINED,
+  SOME_LINES
+} ending;
 
 /* Slots and sums need not go together: slots are packets where put is the gate as well. */
 static void choose_packets(model *m, ending how)
@@ -483,8 +514,8 @@ static const char *search(int ranks, int lanes, mutant which, ending how, size_t
   for (int i = 0; i < MOST * MOST; i++)
     first.slots[i / MOST][i % MOST] = first.sums[i / MOST][i % MOST] = first.lines[i / MOST][i % MOST] = none;
   m->ranks = ranks, m->lanes = lanes, m->mutant = which;
-  m->gives_up = how != ALL_CALLS, m->loses = how == LEAVING_OUT, m->dedup = how >= DEDUP,
-  m->calls = m->loses ? CALLS - 1 : CALLS;
+  m->gives_up = how != ALL_CALLS, m->loses = how == LEAVING_OUT || how == ABORTING, m->aborts = how == ABORTING,
+  m->dedup = how >= DEDUP, m->calls = m->loses ? CALLS - 1 : CALLS;
   choose_packets(m, how);
   write_programs(m);
   visit(m, &first);
@@ -500,8 +531,15 @@ static const char *search(int ranks, int lanes, mutant which, ending how, size_t
 
 static void check_right(int ranks, int lanes, ending how)
 {
-  static const char *const hows[] = {"",          ", giving up",    ", leaving one out", ", dedup",
-                                     ", packets", ", some packets", ", lines",           ", lines and packets"};
+  static const char *const hows[] = {"",
+                                     ", giving up",
+                                     ", leaving one out",
+                                     ", leaving one out, then an abort",
+                                     ", dedup",
+                                     ", packets",
+                                     ", some packets",
+                                     ", lines",
+                                     ", lines and packets"};
   size_t states = 0;
   case_begin("%d ranks, %d lanes%s", ranks, lanes, hows[how]);
   const char *wrong = search(ranks, lanes, RIGHT, how, &states);
@@ -519,6 +557,7 @@ static void orders(void)
   check_right(3, 1, GIVING_UP);
   check_right(3, 2, ALL_CALLS);
   check_right(3, 1, LEAVING_OUT);
+  check_right(3, 1, ABORTING);
   check_right(3, 1, DEDUP);
   check_right(2, 1, PACKETS);
   check_right(2, 1, SOME_PACKETS);
@@ -530,12 +569,13 @@ static void mutants(void)
 {
   for (mutant m = RIGHT + 1; m < MUTANTS; m++) {
     const bool packets = m >= FIRST_OF_PACKETS, masks = m >= NOT_AGREED && !packets;
-    const ending how = m >= FIRST_OF_LINES ? LINED
-                       : packets           ? PACKETS
-                       : masks             ? LEAVING_OUT
-                       : m == NO_ABORT     ? GIVING_UP
-                       : m == TOLD_OF_ALL  ? DEDUP
-                                           : ALL_CALLS;
+    const ending how = m >= FIRST_OF_LINES  ? LINED
+                       : packets            ? PACKETS
+                       : m == NOT_MET_AGAIN ? ABORTING
+                       : masks              ? LEAVING_OUT
+                       : m == NO_ABORT      ? GIVING_UP
+                       : m == TOLD_OF_ALL   ? DEDUP
+                                            : ALL_CALLS;
     size_t states = 0;
     case_begin("%s", mutant_names[m]);
     CHECK(search(masks ? 3 : 2, m == OTHER_ORDER ? 2 : 1, m, how, &states) != NULL);

@@ -21,13 +21,13 @@ enum { CUMOE_ATTENTION_CAUSAL = 1u << 0 };
 typedef struct cumoe_attention_args {
   uint32_t size;           /* sizeof(cumoe_attention_args) */
   uint32_t flags;          /* CUMOE_ATTENTION_CAUSAL */
-  int32_t heads, kv_heads; /* Hq a multiple of Hk: head h reads key/value head h / (Hq / Hk) */
+  int32_t heads, kv_heads; /* Hq a multiple of Hk, up to 2^20: head h reads key/value head h / (Hq / Hk) */
   int32_t head_dim;        /* a multiple of 8, 8 .. 256 */
   int32_t page;            /* keys of a page; 0: a sequence's keys lie in one piece */
   int32_t window;       /* 0: no limit; w: a query sees w keys back, itself included, and w - 1 ahead if not causal */
   int32_t reserved;     /* 0 */
   float scale;          /* of q k; 0 = 1 / sqrt(D) */
-  float softcap;        /* c > 0: scores become c tanh(score / c), on CUDA to c 2^-22 */
+  float softcap;        /* c > 0: scores become c tanh(score / c), on CUDA to c 2^-22; from 2^60 on there is no cap */
   cumoe_view q;         /* [Tq, Hq D], Tq below 2^31 */
   cumoe_view k, v;      /* [Tk, Hk D] of q's type, Tk below 2^31 */
   cumoe_view q_offsets; /* optional [1, S + 1] i32: sequence s has queries q_offsets[s] .. q_offsets[s + 1] - 1 */
@@ -51,7 +51,8 @@ typedef struct cumoe_attention_args {
  * there is one). A score of -infinity is that of a key that is not seen. A NaN in a query reaches its head alone, one
  * in a key or value the queries that see it. Sequences whose offsets or lengths are inconsistent (decreasing, outside q
  * or k, more than the pages hold, past 2^31 - 4097 keys) have no queries or no keys, and a page outside k is not seen;
- * both are recorded (CUMOE_FAULT_SEQUENCE).
+ * both are recorded (CUMOE_FAULT_SEQUENCE) by a call with queries. A query of several sequences, as such offsets may
+ * have them, is the first one's; gradients of keys that another of these has are undefined then.
  */
 CUMOE_CHECKED cumoe_status cumoe_attention(cumoe_context context, const cumoe_attention_args *args,
                                            cumoe_stream stream);

@@ -23,11 +23,11 @@
  *
  * On the CPU device sums run in double, in an order that depends on nothing but the operands, and are rounded once. On
  * CUDA they run in f32 (of the gate in double), in an order of the shape and the GPU's model: the same operands give
- * the same bits. Of 16 bits products run on tensor cores, and d out of another type, d h[r], w h[r] of d Wdown and
- * w x[t] of d Wup are rounded to dtype before they are multiplied; d logits, of a router of bf16, to two bf16, within
- * 2^-17 of them. From the operands to a result there are four roundings to dtype at most, each within half an ulp of
- * one term, and f32 sums, which are far below: a test holds gradients within 8 u of the CPU device's largest, 2^-16 of
- * f32.
+ * the same bits. Of 16 bits products run on tensor cores, and d out of another type, d h[r], w h[r] of d Wdown and w
+ * x[t] of d Wup are rounded to dtype before they are multiplied; d logits, of a router of bf16, to two bf16, within
+ * 2^-17 of them, for d_router_weight, and to one for d x. From the operands to a result there are four roundings to
+ * dtype at most, each within half an ulp of one term, and f32 sums, which are far below: a test holds gradients within
+ * 8 u of the CPU device's largest, 2^-16 of f32.
  */
 #ifndef CUMOE_BACKWARD_H
 #define CUMOE_BACKWARD_H
@@ -58,7 +58,8 @@ enum {
  *
  * Losses of the gate, of which the gradient is added to d logits, E being the experts that are chosen among
  * (always_experts are not) and l the capped logits:
- *   balance * E * sum_e f_e P_e   f_e: the part of all slots on these experts that chose e, a constant; P_e: the mean
+ *   balance * E * sum_e f_e P_e   f_e: the part of all slots on these experts that chose e, whatever its logit, a
+ *                                 constant; P_e: the mean
  *                                 over tokens of softmax(l)_e, of SIGMOID and SQRT_SOFTPLUS of s_e / sum s
  *   z * mean over tokens of log(sum_e exp(l_e))^2, of all columns
  */
@@ -91,7 +92,8 @@ CUMOE_CHECKED cumoe_status cumoe_moe_kept(cumoe_plan plan, int64_t tokens, size_
  * cumoe_moe_forward, which also leaves what backward needs in `kept` [1, bytes] u8, 256-byte aligned, of cumoe_moe_kept
  * bytes or more; it overlaps nothing else. Arguments and errors as there, and args.workspace of the same size. g and u
  * are rounded to dtype before the activation, as backward has them: with dtype bf16 or f16 `out` may differ from
- * cumoe_moe_forward's by that. BATCH_INVARIANT does not hold here: kernels are chosen with T.
+ * cumoe_moe_forward's by that, and where one is beyond f16's range it is infinite here. BATCH_INVARIANT does not hold
+ * here: kernels are chosen with T.
  */
 CUMOE_CHECKED cumoe_status cumoe_moe_forward_keep(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *args,
                                                   cumoe_view_mut kept, cumoe_stream stream);
@@ -114,8 +116,8 @@ CUMOE_CHECKED cumoe_status cumoe_moe_backward(cumoe_plan plan, cumoe_weights wei
 
 /*
  * From d weights to d logits: what cumoe_gate and cumoe_gate_with did, from the ids that they chose or were given. An
- * id that names no column, and a slot of a NaN or -Inf logit, has no part in anything; the d of a logit that is not
- * finite is 0. Without d_weights: of the losses alone.
+ * id that names no column, and a slot of a NaN or -Inf logit (but for f_e), has no part in anything; the d of a logit
+ * that is not finite is 0. Without d_weights: of the losses alone.
  */
 typedef struct cumoe_gate_backward_args {
   uint32_t size;

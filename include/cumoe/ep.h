@@ -139,9 +139,10 @@ CUMOE_CHECKED cumoe_status cumoe_ep_arena(cumoe_plan plan, const cumoe_group_con
  *
  * What ranks say of themselves is compared word for word: ranks, lanes, max_tokens, flags, E, k, H, dtype and a hash of
  * the rest of the description. INVALID_ARGUMENT, on every rank, with a text that names the first that differs, both
- * values and the rank. Then each rank writes a pattern to the first and the last bytes of what it will write in every
- * other arena, and looks for the others' in its own. A pointer that leads elsewhere is INVALID_ARGUMENT on a rank that
- * sees it, and PEER on the others; so is an arena that was not filled with zeros.
+ * values and the rank (of `ranks` on those that both numbers have; the others wait in vain, PEER). Then each rank
+ * writes a pattern to the first and the last bytes of what it will write in every other arena, and looks for the
+ * others' in its own. A pointer that leads elsewhere is INVALID_ARGUMENT on a rank that sees it, and PEER on the
+ * others; so is an arena that was not filled with zeros.
  */
 CUMOE_CHECKED cumoe_status cumoe_group_create(cumoe_context context, cumoe_plan plan, const cumoe_group_config *config,
                                               cumoe_view_mut arena, cumoe_group *group);

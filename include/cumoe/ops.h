@@ -11,7 +11,8 @@
  *
  * Views: any ld, any size, aligned to one element. Fastest with bases and lds of 16 bytes; the alignment does not
  * change a bit of any result. An output may be one of its inputs itself (same data, same ld) where it says so; any
- * other overlap of output and input is refused.
+ * other overlap of output and input is refused. Column ranges of one matrix (one ld) overlap where elements do; views
+ * of unlike lds wherever their extents, gaps included, do.
  *
  * Errors: INVALID_ARGUMENT (null, shape, overlap), STALE_HANDLE, WRONG_DEVICE, WRONG_DTYPE, OUT_OF_BOUNDS, MISALIGNED,
  * CUDA.
@@ -101,10 +102,10 @@ typedef struct cumoe_matmul_args {
 /*
  * c = alpha a b + beta c, row-major, for every matrix of the batch. Sums and alpha, beta are in f32 and rounded once
  * (with beta and a 16-bit c, cuBLAS may round the product as well, before it adds c); the order of a sum is cuBLAS's
- * choice, the same for the same call on the same GPU model and cuBLAS version. c may overlap neither a nor b nor,
- * within the batch, itself: its matrices lie behind each other, or side by side in the columns of one (heads of an
- * attention). The workspace may serve any number of calls of one stream; calls that can run at the same time need one
- * each.
+ * choice, the same for the same call on the same GPU model and cuBLAS version. c may overlap neither a nor b, each
+ * taken with the gaps between its matrices, nor, within the batch, itself: its matrices lie behind each other, or side
+ * by side in the columns of one (heads of an attention). The workspace may serve any number of calls of one stream;
+ * calls that can run at the same time need one each.
  *
  * On CUDA this is cuBLAS (libcublas.so.13 or .12, or the file that CUMOE_CUBLAS_PATH names), opened by the first call,
  * which may allocate and wait. While `stream` is being captured, a first call is CAPTURE_UNSAFE: call

@@ -9,10 +9,10 @@
  * Contract as in cumoe/cumoe.h: ordered on `stream`, nothing allocated, nothing waits, bitwise repeatable, and no
  * number that a later call needs passes through the host: the loss, the norm, the step stay on the device. Element
  * types: f32, f16 and bf16. Sums run in double in a fixed order, and what is stored is rounded once; on CUDA functions
- * of 16-bit elements, and sums over a row that end in 16 bits, begin in f32 (4 elements). Views: any ld, any size,
- * aligned to one element (to 4 of them, and ld a multiple of 4: faster); a vector of n is [1, n]. 0 rows are legal.
- * What is written may overlap nothing else but where the text says "may be". Before a name, d is the gradient with
- * respect to it.
+ * of 16-bit elements, and sums over a row that end in 16 bits, begin in f32 (4 elements). Views: any ld, any size (on
+ * CUDA rows times ceil(cols / 4096) below 2^31), aligned to one element (to 4 of them, and ld a multiple of 4: faster);
+ * a vector of n is [1, n]. 0 rows are legal. What is written may overlap nothing else but where the text says "may be".
+ * Before a name, d is the gradient with respect to it.
  *
  * Bad device data (ids, targets) never leads outside; it is recorded (cumoe_fault_read) and counts for nothing.
  *

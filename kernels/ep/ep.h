@@ -26,8 +26,9 @@
  * Ranks that are left out (cumoe_group_set_active) get nothing, are not waited for, and what they still
  * write, into their own segments, words and the abort word, is not looked at. Those that stay agree on the exchange to
  * go on from, for one of them may have completed n where another gave up: each tells the number that it has come to,
- * after its last store of any other word, waits until all have told, clears its own abort word and takes the largest.
- * So nobody gives up for what is over, and the words of the next exchange are in nobody's arena yet.
+ * after its last store of any other word, waits until all have told, clears its own abort word and takes the largest;
+ * then waits until all have cleared theirs. So nobody gives up for what is over, the words of the next exchange are in
+ * nobody's arena yet, and nobody clears an abort of what comes next.
  *
  * Of few tokens (shape.packets), between GPUs, what is small goes as packets: words that have data in one half and the
  * exchange in the other, so that it is there once it is seen, and no flag has to wait until it was stored. Slots are
