@@ -1952,7 +1952,7 @@ static void masks(void)
   }
 }
 
-/* The first of three takes itself for one of two. The third comes first: what it writes lies in the way of the others. */
+/* The first of three takes itself for one of two. The third comes first: what it writes lies in the others' way. */
 typedef struct miscounted {
   int32_t number;
   void **arenas;

@@ -512,6 +512,50 @@ static void test_group_abort(void)
   }
 }
 
+/* What is put back on the way out, or entered to give something back, may fail in silence. */
+static bool is_silent(const char *call)
+{
+  return !strncmp(call, "cuCtx", 5) || !strcmp(call, "cudaThreadExchangeStreamCaptureMode");
+}
+
+/* All calls fail from the nth on: the text is of the first, and names the call that the user made. */
+static void test_group_texts(void)
+{
+  for (int ends = 0; ends < 2; ends++)
+    for (int nth = 1, failed = 1; failed; nth++) {
+      world w = {.next = SHIM_LENT};
+      cumoe_group ranks = NULL;
+      cumoe_buffer arena = {0};
+      void *base = NULL;
+      size_t bytes = 0;
+      const cumoe_group_config config = {
+          .size = sizeof config, .ranks = 1, .max_tokens = 4, .timeout_ns = 100000000, .arenas = &base};
+      case_begin("a group %s, call %d", ends ? "that ends" : "that is made", nth);
+      small_layer(&w);
+      CHECK_OK(cumoe_ep_arena(w.plan, &config, &bytes));
+      CHECK_OK(cumoe_buffer_alloc(w.context, CUMOE_U8, 1, (int64_t)bytes, NULL, &arena));
+      const cumoe_view_mut whole = cumoe_buffer_view_mut(arena);
+      base = whole.data;
+      CHECK_OK(cumoe_fill(w.context, whole, 0, NULL));
+      if (ends) CHECK_OK(cumoe_group_create(w.context, w.plan, &config, whole, &ranks));
+      shim_mark();
+      shim_fail(SHIM_CUDA, nth, true, cudaErrorInvalidValue);
+      const cumoe_status status =
+          ends ? cumoe_group_destroy(ranks) : cumoe_group_create(w.context, w.plan, &config, whole, &ranks);
+      const char *first = shim_failed(), *text = cumoe_last_error(),
+                 *call = ends ? "cumoe_group_destroy: " : "cumoe_group_create: ";
+      failed = first != NULL;
+      CHECK_MSG(status == CUMOE_OK || is_silent(first) || strstr(text, first), "%s failed first: %s", first, text);
+      CHECK_MSG(status == CUMOE_OK || !strncmp(text, call, strlen(call)), "%s: %s", call, text);
+      shim_heal();
+      if (!ends && ranks) CHECK_OK(cumoe_group_destroy(ranks));
+      CHECK_OK(cumoe_buffer_free(&arena));
+      end_world(&w);
+      case_end();
+      shim_reset();
+    }
+}
+
 /* ---- formats by themselves: what one needs is loaded without another ---- */
 
 static int64_t blocks(int64_t weights, int32_t block)
@@ -1518,6 +1562,7 @@ static const test_group groups[] = {
     ALONE("machines", test_machines, ONCE),
     ALONE("a full device", test_full_device, ONCE),
     ALONE("a group's abort", test_group_abort, ONCE),
+    ALONE("texts of a group", test_group_texts, ONCE),
     ALONE("each format by itself", test_formats_alone, ONCE),
     ALONE("streams that wait", test_orders, ONCE),
     ALONE("a copy that is released", test_release_of_a_copy, ONCE),
