@@ -273,8 +273,9 @@ static cumoe_status take_apart(crew *c)
   const bool keeps = c->deaf && c->letters;
   for (int32_t m = 0; m < c->count; m++) AND_THEN(first, give_back(c->members[m], close_others));
   if (!c->deaf) AND_THEN(first, take(c, nothing));
-  if (keeps || c->members[0]->mail.stuck) return first;
-  for (int32_t m = 0; m < c->count; m++) AND_THEN(first, give_back(c->members[m], drop_own));
+  if (c->members[0]->mail.stuck) return first;
+  for (int32_t m = 0; m < c->count; m++)
+    if (!(keeps && c->members[m]->own)) AND_THEN(first, give_back(c->members[m], drop_own));
   return first;
 }
 

@@ -148,8 +148,8 @@ static cumoe_status alloc(block *b, uint32_t flags, cumoe_buffer *buffer)
           "flags is 0x%x, must be 0, ZERO or POISON", flags);
   if (!b->file) b->file = "?";
   TRY(block_alloc(b, flags, false));
-  const cumoe_status status = publish(b, buffer);
-  if (status != CUMOE_OK) (void)pool_free(b->context, b->memory, b->taken, b->stream);
+  cumoe_status status = publish(b, buffer);
+  if (status != CUMOE_OK) AND_THEN(status, pool_free(b->context, b->memory, b->taken, b->stream));
   return status;
 }
 
@@ -262,9 +262,9 @@ cumoe_status cumoe_buffer_record_use(cumoe_buffer buffer, cumoe_stream stream)
   TRY(check_process(r.context));
   if (stream == r.stream || !r.data) return CUMOE_OK;
   TRY(memory_mark(r.context, stream, &event));
-  const cumoe_status status = declare_use(buffer.id, stream, &event);
-  if (status != CUMOE_OK) (void)memory_unmark(r.context, event);
-  return status != CUMOE_OK ? status : memory_unmark(r.context, event);
+  cumoe_status status = declare_use(buffer.id, stream, &event);
+  AND_THEN(status, memory_unmark(r.context, event));
+  return status;
 }
 
 /* Its home stream comes behind what its recorded uses may still write. */
@@ -285,7 +285,7 @@ static cumoe_status copy_out(uint64_t id, const record *r, void **data)
   if (status == CUMOE_OK)
     status =
         memory_copy(r->context, *data, r->bytes, r->data, r->bytes, r->bytes, 1, cudaMemcpyDeviceToDevice, r->stream);
-  if (status != CUMOE_OK) (void)pool_free(r->context, *data, r->bytes, r->stream);
+  if (status != CUMOE_OK) AND_THEN(status, pool_free(r->context, *data, r->bytes, r->stream));
   return status;
 }
 
@@ -323,9 +323,9 @@ cumoe_status cumoe_buffer_release(cumoe_buffer *buffer, void **data)
   if (!find(buffer->id, &r)) return stale("buffer", buffer->id);
   TRY(check_process(r.context));
   if (between_zones(buffer->id)) TRY(copy_out(buffer->id, &r, &copy));
-  const cumoe_status status = retire_alone(buffer->id, &last);
+  cumoe_status status = retire_alone(buffer->id, &last);
   if (status != CUMOE_OK) {
-    (void)pool_free(r.context, copy, r.bytes, r.stream);
+    AND_THEN(status, pool_free(r.context, copy, r.bytes, r.stream));
     return status;
   }
   buffer->id = 0;

@@ -123,6 +123,7 @@ typedef struct group {
   ep_staging staging;
   nccl nccl;
   uint64_t given_up; /* the abort word: the host's own */
+  bool asked;        /* to abort, by any thread, since ranks were left out last */
   char *arena;
   ep_layout to;   /* where this rank's segments are in arenas[] */
   char *arenas[]; /* of all ranks; staged: see above */

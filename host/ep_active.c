@@ -132,22 +132,28 @@ static cumoe_status go_on(group *g, const uint64_t *mask, const uint32_t *furthe
   return wire_store(g, g->rank, g->at.abort, 0);
 }
 
-/* Who went on at once might abort, or fail, while another rank has its abort word still to clear. */
-static cumoe_status meet_again(const group *g, const uint64_t *mask)
+/* Who went on at once might abort, or fail, while another rank has its abort word still to clear. One that was asked
+ * for meanwhile, or that only some have kept, is told again. */
+static cumoe_status meet_again(group *g, const uint64_t *mask)
 {
   uint64_t end = 0;
   TRY(tell(g, mask, has_cleared(g, mask)));
-  for (int32_t r = 0; r < g->shape.ranks && end == 0; r++) {
+  for (int32_t r = 0; r < g->shape.ranks; r++) {
     if (!has(mask, r)) continue;
-    TRY(wire_wait(g, ep_hello(g, r) + HELLO_MASK, has_cleared(g, mask), true, &end));
-    if (end == EP_LATE) return give_up(g, EP_TIMEOUT, r, CUMOE_OK);
+    TRY(wire_wait(g, ep_hello(g, r) + HELLO_MASK, has_cleared(g, mask), false, &end));
+    if (end) return give_up(g, EP_TIMEOUT, r, CUMOE_OK);
   }
-  return end ? ep_explain(g, end) : CUMOE_OK;
+  TRY(wire_load_abort(g, &end));
+  if (__atomic_load_n(&g->asked, __ATOMIC_ACQUIRE)) end = ep_abort_word(EP_ASKED, EP_NO_PHASE, g->rank, g->rank);
+  if (end == 0) return CUMOE_OK;
+  wire_give_up(g, end);
+  return ep_explain(g, end);
 }
 
 static cumoe_status agree(group *g, const uint64_t *mask)
 {
   uint32_t furthest[EP_MAX_LANES];
+  __atomic_store_n(&g->asked, false, __ATOMIC_RELEASE);
   TRY(load_lanes(g, furthest));
   TRY(tell_lanes(g, mask, furthest));
   for (int32_t r = 0; r < g->shape.ranks; r++)

@@ -157,8 +157,9 @@ cumoe_status ep_explain(const group *g, uint64_t word)
 }
 
 /* By NCCL kernels may wait behind what it has not brought: they run when the communicator has been ended. */
-static cumoe_status give_up(const group *g)
+static cumoe_status give_up(group *g)
 {
+  __atomic_store_n(&g->asked, true, __ATOMIC_RELEASE);
   const uint64_t word = ep_abort_word(EP_ASKED, EP_NO_PHASE, g->rank, g->rank);
   wire_give_up(g, word);
   return g->staged ? wire_store(g, g->rank, g->at.abort, word) : CUMOE_OK;

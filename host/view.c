@@ -320,9 +320,9 @@ static cumoe_status order(place later, place earlier)
   if (later.stream == earlier.stream && later.context->device == earlier.context->device) return CUMOE_OK;
   TRY(refuse_capture(later.context, later.stream));
   TRY(memory_mark(earlier.context, earlier.stream, &event));
-  const cumoe_status status = memory_follow(later.context, later.stream, event),
-                     ended = memory_unmark(earlier.context, event);
-  return status != CUMOE_OK ? status : ended;
+  cumoe_status status = memory_follow(later.context, later.stream, event);
+  AND_THEN(status, memory_unmark(earlier.context, event));
+  return status;
 }
 
 /* Runs on the stream of the GPU that there is, of the destination if there are two. */

@@ -348,7 +348,7 @@ static cumoe_status bind_and_publish(struct context *context, const cumoe_weight
   watch_leaks(context);
   if (status == CUMOE_OK) *weights = publish_object(OBJECT_WEIGHTS, context, w);
   if (status == CUMOE_OK && !*weights) status = fail(CUMOE_ERR_OUT_OF_MEMORY, "no host memory for more weights");
-  if (status != CUMOE_OK && w->tables) (void)pool_free(context, w->tables, w->table_bytes, NULL);
+  if (status != CUMOE_OK && w->tables) AND_THEN(status, pool_free(context, w->tables, w->table_bytes, NULL));
   leave_device(&scope);
   return status;
 }

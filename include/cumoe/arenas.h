@@ -37,8 +37,9 @@
  *
  * Failure. Ranks compare what they are before any trusts another, and after each step tell each other how it went: all
  * succeed, or none. The rank where it failed answers with its own status and text; all others answer PEER, with that
- * rank and its text. A call that is refused for its arguments, or for want of memory for these letters, has told nobody
- * anything.
+ * rank and its text. Where all_gather fails on one rank alone, that one cannot know how it went: its arena stays until
+ * its context is destroyed, as others may have it. A call that is refused for its arguments, or for want of memory for
+ * these letters, has told nobody anything.
  *
  * A rank that does not come. all_gather waits as long as the engine lets it. Letters by the communicator are waited for
  * timeout_ns; then PEER. NCCL's kernel is then still on the device, and what was made stays until the context is

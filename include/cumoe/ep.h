@@ -139,10 +139,11 @@ CUMOE_CHECKED cumoe_status cumoe_ep_arena(cumoe_plan plan, const cumoe_group_con
  *
  * What ranks say of themselves is compared word for word: ranks, lanes, max_tokens, flags, E, k, H, dtype and a hash of
  * the rest of the description. INVALID_ARGUMENT, on every rank, with a text that names the first that differs, both
- * values and the rank (of `ranks` on those that both numbers have; the others wait in vain, PEER). Then each rank
- * writes a pattern to the first and the last bytes of what it will write in every other arena, and looks for the
- * others' in its own. A pointer that leads elsewhere is INVALID_ARGUMENT on a rank that sees it, and PEER on the
- * others; so is an arena that was not filled with zeros.
+ * values and the rank (of `ranks` on one that hears of another number; ranks that hear of their own alone are a group
+ * of so many, and who waits for one that does not write to it answers PEER). Then each rank writes a pattern to the
+ * first and the last bytes of what it will write in every other arena, and looks for the others' in its own. A pointer
+ * that leads elsewhere is INVALID_ARGUMENT on a rank that sees it, and PEER on the others; so is an arena that was not
+ * filled with zeros.
  */
 CUMOE_CHECKED cumoe_status cumoe_group_create(cumoe_context context, cumoe_plan plan, const cumoe_group_config *config,
                                               cumoe_view_mut arena, cumoe_group *group);
@@ -214,7 +215,8 @@ CUMOE_CHECKED cumoe_status cumoe_group_fault_read(cumoe_group group, cumoe_group
  *
  * INVALID_ARGUMENT, with nothing done, for words that leave out this rank, bring one back, have one past `ranks` or
  * leave out nobody; INVALID_ARGUMENT, and the group has given up, where another rank says something else; PEER where
- * one has not called in time: call again without it.
+ * one has not called in time: call again without it. PEER also where one has aborted or ended meanwhile: what is said
+ * may hold already then, so the next call leaves out one more.
  */
 CUMOE_API cumoe_status cumoe_group_set_active(cumoe_group group, const uint64_t *active);
 
