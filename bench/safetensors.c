@@ -305,7 +305,8 @@ static const type_name types[] = {
     {"I16", 0, 2},         {"U16", 0, 2},
     {"U32", 0, 4},         {"U64", 0, 8},
     {"BOOL", 0, 1},        {"F8_E4M3", CUMOE_E4M3, 1},
-    {"F8_E5M2", 0, 1},
+    {"F8_E5M2", 0, 1},     {"F8_E8M0", CUMOE_E8M0, 1},
+    {"C64", 0, 8},
 };
 
 static const type_name *find_type(json name)

@@ -754,8 +754,12 @@ static bool capture(tinylm *m)
 {
   if (!m->stream || m->graph) return true;
   if (!ok(m, cumoe_graph_begin(m->context, m->stream))) return false;
-  const bool good = choose_and_run(m);
-  return ok(m, cumoe_graph_end(m->context, m->stream, &m->graph)) && good;
+  const bool good = choose_and_run(m), ended = ok(m, cumoe_graph_end(m->context, m->stream, &m->graph));
+  if (!good && ended) { /* a part of it */
+    CUMOE_IGNORE(cumoe_graph_destroy(m->context, m->graph));
+    m->graph = NULL;
+  }
+  return good && ended;
 }
 
 static bool make_noise(tinylm *m, int32_t rows, double temperature, uint64_t *state)

@@ -243,9 +243,10 @@ static bool open_file(file *f, const char *folder, const char *name)
 /* On the disk before it takes the name, and the name before this returns. */
 static bool close_file(file *f, const char *folder)
 {
-  bool good = fflush(f->stream) == 0 && fsync(fileno(f->stream)) == 0;
+  const bool torn = ferror(f->stream); /* some of it was lost before, whatever there is room for now */
+  bool good = fflush(f->stream) == 0 && fsync(fileno(f->stream)) == 0 && !torn;
   good = fclose(f->stream) == 0 && good && rename(f->beside, f->path) == 0;
-  if (!good) return complain("%s: %s", f->path, strerror(errno));
+  if (!good) return complain("%s: %s", f->path, torn ? "could not be written" : strerror(errno));
   const int directory = open(folder, O_RDONLY | O_DIRECTORY);
   if (directory >= 0) {
     fsync(directory);
@@ -394,7 +395,8 @@ static bool write_model(run *r)
     }
   fprintf(stream, "}");
   fclose(stream);
-  bool good = decoder_read(r->model, DECODER_WEIGHTS, r->numbers) && open_file(&f, r->o->out, "model.safetensors");
+  bool good = decoder_read(r->model, DECODER_WEIGHTS, r->numbers) || complain("%s", decoder_error(r->model));
+  good = good && open_file(&f, r->o->out, "model.safetensors");
   if (!good) return free(header), false;
   good = write_header(f.stream, header, bytes);
   for (int32_t i = 0; i < count; i++) {
@@ -526,10 +528,10 @@ static bool train(run *r)
   const int64_t since = r->done;
   const double begin = now(), pause = isatty(STDERR_FILENO) ? .2 : 5;
   double printed = 0, written = begin;
-  while (r->done < r->o->steps && !stopped) {
+  for (bool last = r->done == r->o->steps || stopped; !last;) {
     if (!step_once(r)) return false;
-    const bool last = r->done == r->o->steps || stopped, prints = last || now() - printed >= pause;
-    const bool writes = last || now() - written >= (double)r->o->interval;
+    last = r->done == r->o->steps || stopped;
+    const bool prints = last || now() - printed >= pause, writes = last || now() - written >= (double)r->o->interval;
     if ((prints || writes || r->done - r->read == DECODER_LOSSES) && !read_losses(r)) return false;
     if (prints) {
       print_progress(r, now() - begin, since, last);

@@ -126,9 +126,9 @@ static bool starts_with(const reader *r, uint64_t at, const char *word)
   return within(r, at, strlen(word)) && memcmp(r->data + at, word, strlen(word)) == 0;
 }
 
-static uint64_t skip_line(const reader *r, uint64_t at)
+static uint64_t skip_number(const reader *r, uint64_t at)
 {
-  while (at < r->bytes && r->data[at] != '\n') ++at;
+  while (at < r->bytes && ((r->data[at] >= '0' && r->data[at] <= '9') || r->data[at] == '.')) ++at;
   return at;
 }
 
@@ -149,7 +149,7 @@ static bool check_ptx(reader *r)
   const uint64_t number = skip_blank(r, version);
   if (number == version || number == r->bytes || r->data[number] < '0' || r->data[number] > '9')
     return refuse(r, "PTX: no number after .version");
-  const uint64_t target = skip_blank(r, skip_line(r, number));
+  const uint64_t target = skip_blank(r, skip_number(r, number));
   if (!starts_with(r, target, ".target")) return refuse(r, "PTX: no .target after .version");
   return true;
 }

@@ -78,7 +78,7 @@ typedef struct cumoe_format {
   int32_t zero_add;  /* added to every stored zero point: 1 for GPTQ's first version */
   int32_t global;    /* cumoe_global */
   int32_t rows;      /* cumoe_rows */
-  int32_t row_element; /* E4M3 weights: E4M3; S8, U8 weights: S8; 0: as the weights */
+  int32_t row_element; /* E4M3 weights: E4M3; S8 weights: S8; 0: as the weights */
   int32_t row_group;   /* ROWS_GROUP: 128 */
   int32_t row_scale;   /* F32 (0 means F32), or E8M0: rounded up to a power of two */
   int32_t ggml;      /* read after cumoe_weights_repack only: a ggml_type, blocks of codes with their scales; 0: none */

@@ -184,6 +184,7 @@ def library():
     pointer = c_void_p
     lib.cumoe_context_create.argtypes = [c_int32, pointer, pointer]
     lib.cumoe_plan_create.argtypes = lib.cumoe_weights_bind.argtypes = [pointer, pointer, pointer]
+    lib.cumoe_plan_destroy.argtypes = lib.cumoe_weights_destroy.argtypes = [pointer]
     lib.cumoe_plan_workspace.argtypes = [pointer, c_int64, pointer]
     lib.cumoe_plan_describe.argtypes = [pointer, pointer, c_int64, pointer, c_size_t]
     lib.cumoe_moe_forward.argtypes = [pointer, pointer, pointer, pointer]
@@ -357,12 +358,23 @@ class Bound:
         tensors = iter(tensors)
         self.plan, self.weights, self.shared = c_void_p(), c_void_p(), c_void_p()
         desc = self.describe_plan(spec, dtype)
-        check(lib.cumoe_plan_create(self.context, ctypes.byref(desc), ctypes.byref(self.plan)))
-        for experts, handle in ((routed, self.weights), (shared, self.shared)):
-            if experts:
-                weights, pointers = describe_weights(experts, tensors, dtype)
-                check(lib.cumoe_weights_bind(self.context, ctypes.byref(weights), ctypes.byref(handle)))
-                del pointers
+        try:
+            check(lib.cumoe_plan_create(self.context, ctypes.byref(desc), ctypes.byref(self.plan)))
+            for experts, handle in ((routed, self.weights), (shared, self.shared)):
+                if experts:
+                    weights, pointers = describe_weights(experts, tensors, dtype)
+                    check(lib.cumoe_weights_bind(self.context, ctypes.byref(weights), ctypes.byref(handle)))
+                    del pointers
+        except Exception:
+            self.close()
+            raise
+
+    def close(self):
+        lib = library()
+        for destroy, handle in ((lib.cumoe_weights_destroy, self.shared), (lib.cumoe_weights_destroy, self.weights),
+                                (lib.cumoe_plan_destroy, self.plan)):
+            destroy(handle)
+            handle.value = None
 
     @staticmethod
     def describe_plan(spec, dtype):
@@ -400,6 +412,16 @@ def find_bound(spec, text, x, weights):
     return found
 
 
+def forget():
+    """Frees what is kept between calls: a few KB for each layer's weights, wherever they have lain. Nothing on a device
+    may still use it, nor a captured graph: `torch.cuda.synchronize()` before. Later calls make it anew."""
+    with lock:
+        kept = list(bound.values())
+        bound.clear()
+    for layer in kept:
+        layer.close()
+
+
 def current_stream(tensor):
     if not tensor.is_cuda:
         return None
@@ -413,6 +435,13 @@ def aligned(size, device):
     return tensor, tensor.data_ptr() + -tensor.data_ptr() % 256
 
 
+def lies_well(x):
+    """As cumoe takes it: rows of neighbours, base and pitch at multiples of 16 bytes."""
+    if x.dim() != 2 or (x.shape[1] > 1 and x.stride(1) != 1) or x.data_ptr() % 16:
+        return False
+    return x.shape[0] <= 1 or (x.stride(0) >= x.shape[1] and x.stride(0) * x.element_size() % 16 == 0)
+
+
 def result_of(x, spec):
     rows = x.shape[0] * (spec["routing"]["top_k"] if spec["flags"] & UNREDUCED else 1)
     return x.new_empty((rows, x.shape[1]), dtype=torch.float32 if spec["out_dtype"] == F32 else x.dtype)
@@ -421,7 +450,7 @@ def result_of(x, spec):
 def forward(x, operands, weights, text):
     spec = read_spec(text)
     layer = find_bound(spec, text, x, weights)
-    if x.dim() != 2 or (x.shape[1] > 1 and x.stride(1) != 1) or x.data_ptr() % 16:
+    if not lies_well(x):
         x = x.clone(memory_format=torch.contiguous_format)
     out, size = result_of(x, spec), layer.workspace(x.shape[0])
     scratch, start = aligned(size, x.device)

@@ -332,6 +332,13 @@ def operator():
         spaced = torch.zeros(T, 2 * H, device=device, dtype=x.dtype)
         spaced[:, 1 : H + 1] = x
         case(f"{device} x misaligned", torch.equal(layer(spaced[:, 1 : H + 1], ids=ids, weights=weights), want))
+        odd = torch.zeros(T, H + 4, device=device, dtype=x.dtype)
+        odd[:, :H] = x
+        case(f"{device} x of an odd pitch", torch.equal(layer(odd[:, :H], ids=ids, weights=weights), want))
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        cumoe.forget()
+        case(f"{device} what was forgotten is made anew", torch.equal(layer(x, ids=ids, weights=weights), want))
         other = Layer(Experts(order="gate_up_separate", gate=gate * 2, up=up, down=down), top_k=K)
         case(f"{device} other weights are not mistaken", not torch.equal(other(x, ids=ids, weights=weights), want))
         case(f"{device} what will be launched, in words", "combine" in layer.describe(x))
