@@ -550,7 +550,7 @@ static void link_dealt(const pass *p, few_sm90_args *few)
     few->cut[i] = (dealt_cut){region(p, c->parts), region(p, c->small), {c->part_k[0], c->part_k[1]}, c->last};
   }
   few->items = region(p, at->few_items);
-  few->columns = (int32_t)min64(p->tokens.count, FEW_COLUMNS);
+  few->columns = at->dealt_columns;
 }
 
 /* One grid does all: the router fills what its CTAs tell each other through. */
@@ -578,13 +578,23 @@ static void few_pass(const pass *p, const struct weights *weights, layer_argumen
   if (p->lp.few_in_one) link_few(p, l);
 }
 
+static bool runs_before(const pass *p, stage at)
+{
+  for (stage s = 0; s < at; ++s)
+    if (p->lp.steps[s].row >= 0) return true;
+  return false;
+}
+
 static void shared_pass(const pass *p, layer_arguments *l)
 {
   const cumoe_moe_args *a = p->args;
   const cumoe_view none = {0};
   experts_pass(p, p->shared, NULL, &l->shared_up.gemm.g, &l->shared_down.gemm.g);
   quantize_shared(p, l);
-  l->shared_up.gemm.g.protocol.early_inputs = l->shared_down.gemm.g.protocol.early_inputs = true;
+  /* Of few tokens whose ids the caller has it is the first grid of all: what the caller ran before may have written its
+   * operands. */
+  l->shared_up.gemm.g.protocol.early_inputs = runs_before(p, STAGE_shared_up);
+  l->shared_down.gemm.g.protocol.early_inputs = true;
   if (a->shared_gate.data)
     l->shared_gate.router.r =
         router_arguments(a->x, a->shared_gate, none, p->tokens, region(p, p->lp.at.shared_logit), 1);

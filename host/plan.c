@@ -543,6 +543,12 @@ static int64_t dealt_pairs(const cumoe_moe_desc *d, int64_t tokens)
   return min64(tokens * d->routing.top_k, FEW_PAIRS(FEW_TOKENS));
 }
 
+/* The most pairs of an active expert: ids may repeat one in a token. */
+static int64_t dealt_columns(const cumoe_moe_desc *d, int64_t tokens)
+{
+  return min64(dealt_pairs(d, tokens), FEW_COLUMNS);
+}
+
 /* Parts of one size, of about so many chunks. */
 static int64_t even_chunks(int64_t chunks, int64_t about)
 {
@@ -594,13 +600,13 @@ static int64_t parts_room(const cumoe_moe_desc *d, int64_t tokens, bool down)
 /* Likewise of the last units. */
 static int64_t last_bytes(const cumoe_moe_desc *d, int64_t tokens, bool down, const cut_layout *cut)
 {
-  return 4 * cut->last * parts_of(d, down, cut->part_k[1]) * min64(tokens, FEW_COLUMNS) * FEW_PART_N;
+  return 4 * cut->last * parts_of(d, down, cut->part_k[1]) * dealt_columns(d, tokens) * FEW_PART_N;
 }
 
 static int64_t last_room(const cumoe_moe_desc *d, int64_t tokens, bool down)
 {
   const int64_t most = dealt_units(d, tokens, down) * ceil_div(chunks_of(d, down), least_chunks(tokens, down) / 2);
-  return !cuts_last(tokens, down) ? 0 : 4 * min64(most, LAST_ITEMS) * min64(tokens, FEW_COLUMNS) * FEW_PART_N;
+  return !cuts_last(tokens, down) ? 0 : 4 * min64(most, LAST_ITEMS) * dealt_columns(d, tokens) * FEW_PART_N;
 }
 
 /* dealt's parts of sums, in the place of y, which it does not have, and behind. */
@@ -621,6 +627,7 @@ static void carve_parts(carver *c, const cumoe_moe_desc *d, int64_t tokens, work
     cut->small = carve(&used, 1, last_bytes(d, tokens, i == 1, cut), 1);
   }
   w->dealt_fill = used.at - w->h;
+  w->dealt_columns = (int32_t)dealt_columns(d, tokens);
   if (room.at > c->at) c->at = room.at;
   c->overflow = c->overflow || room.overflow;
 }

@@ -66,6 +66,7 @@ typedef struct workspace_layout {
   size_t shared_x_codes, shared_x_scale, shared_h_codes, shared_h_scale;
   cut_layout cut[2];            /* kernels/dealt.h: of up, of down */
   size_t few_items, dealt_fill; /* likewise; bytes from h to their end */
+  int32_t dealt_columns;
   size_t few_fill; /* bytes from h that the router fills with ones for few_up: h and few_words (kernels/protocol.h) */
   size_t bytes;
 } workspace_layout;

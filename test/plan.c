@@ -998,7 +998,7 @@ static wide y_bytes(const cumoe_moe_desc *d, wide tokens)
              last = t == 1            ? 0
                     : all_small < 528 ? all_small
                                       : 528;
-  wide room = 256 + 4 * last * 128 * (t < 8 ? t : 8);
+  wide room = 256 + 4 * last * 128 * smaller((int64_t)t * d->routing.top_k, 8); /* pairs that an expert may have */
   for (int down = 0; down < 2; down++) {
     const wide one = part_floats(d, 1, down), several = part_floats(d, t, down);
     room += (4 * (one > several ? one : several) + 255) / 256 * 256;
@@ -1059,13 +1059,14 @@ static void check_parts(const cumoe_moe_desc *d, int64_t tokens, const workspace
   if (tokens > 32 || d->dtype == CUMOE_F32 || d->up_format.element != CUMOE_ELEMENT_DENSE) return;
   const wide pairs = smaller(tokens * d->routing.top_k, FEW_PAIRS(32));
   wide end = (wide)w->y + y_bytes(d, tokens);
+  CHECK(w->dealt_columns == smaller((int64_t)pairs, 8)); /* ids may repeat an expert in a token */
   for (int down = 1; down >= 0; down--) {
     const cut_layout *c = &w->cut[down];
     const wide channels = wide_ceil(down ? d->hidden : 2 * (wide)d->inter, 128) * 128, k = down ? d->inter : d->hidden,
                parts = wide_ceil(k, c->part_k[0]), small = wide_ceil(k, c->part_k[1]);
     CHECK_MSG(c->part_k[0] % 64 == 0 && c->part_k[1] % 64 == 0 && small <= 16 && parts <= small, "parts of %d and %d k",
               c->part_k[0], c->part_k[1]);
-    CHECK_MSG((wide)c->small + c->last * small * smaller(tokens, 8) * 128 * 4 <= end,
+    CHECK_MSG((wide)c->small + c->last * small * w->dealt_columns * 128 * 4 <= end,
               "%d last units in parts of %d k end past what follows", c->last, c->part_k[1]);
     const wide bytes = !down && tokens > 1 && parts == 1 ? 0 : parts * pairs * channels * 4;
     CHECK_MSG((wide)c->parts + bytes <= (wide)c->small, "parts of %d k overlap the last ones", c->part_k[0]);
