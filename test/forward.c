@@ -491,6 +491,28 @@ static void sweep_controls(cumoe_context context, int32_t dtype)
   group_end();
 }
 
+/* An expert that stands several times in a token's ids has more rows than there are tokens; [E, in, out], and large
+ * enough for few tokens' units to be cut. */
+static void sweep_repeated(cumoe_context context)
+{
+  if (!group_begin("%s: an expert again and again", context_name(context))) return;
+  for (int64_t tokens = 2; tokens < 8; tokens += 2) {
+    layer_spec s = layer_spec_new(CUMOE_BF16, tokens, 2048, 3264);
+    s.desc.num_experts = 12;
+    s.desc.routing.top_k = 6;
+    s.input = INPUT_IDS;
+    s.pattern = PATTERN_ONE;
+    s.form.up_major = s.form.down_major = CUMOE_IN_OUT;
+    case_begin("T %d", (int)tokens);
+    const layer_inputs in = layer_inputs_new(&s);
+    const layer_outputs first = run_layer(context, &s, &in), again = run_layer(context, &s, &in);
+    check_layer(&s, &in, &first);
+    check_outputs_same(&first, &again);
+    case_end();
+  }
+  group_end();
+}
+
 /* Tokens of a huge call against the last of them alone, with the same kernels: bitwise. */
 typedef struct giant {
   const char *name;
@@ -807,6 +829,7 @@ static void run_type(cumoe_context context, int32_t dtype, rng *r)
   sweep_few_gates(context, dtype);
   sweep_codes(context, dtype);
   sweep_weighed_codes(context, dtype);
+  if (dtype == CUMOE_BF16 && on_device(context)) sweep_repeated(context);
 }
 
 int main(int argc, char **argv)
