@@ -14,7 +14,8 @@ CXX     ?= g++
 OBJCOPY ?= objcopy
 NM      ?= nm
 FUZZ_CC ?= clang# with libFuzzer's runtime, if there is one
-NVCC    ?= nvcc
+# A root's PATH (sudo make install) may lack it: it must be found alike, or all is built again.
+NVCC    ?= $(or $(shell command -v nvcc),$(wildcard /usr/local/cuda/bin/nvcc),nvcc)
 CUDA_HOME ?= $(or $(patsubst %/bin/nvcc,%,$(realpath $(shell command -v $(NVCC)))),/usr/local/cuda)
 
 PREFIX     ?= /usr/local
@@ -24,6 +25,8 @@ BENCH_ARGS ?= --grouped
 SANITIZE   ?= address,undefined
 # Empty unless set: DESTDIR DEMO_ARGS TRAIN_ARGS TUNE_ARGS T V, and CFLAGS CXXFLAGS NVCCFLAGS LDFLAGS LDLIBS, which
 # follow ours, so they win.
+
+$(if $(strip $(ARCHS)),,$(error cumoe: ARCHS is empty: name at least one architecture))
 
 # ---- derived --------------------------------------------------------------------------------------------------
 
@@ -202,7 +205,7 @@ $(OBJ)/%.sm_$(1).cubin: $(OBJ)/%.compute_$(2).ptx
 	$(if $(3),$$@.ptx,$$<) > $$@.log 2>&1 || { cat $$@.log >&2; exit 1; }; $(complaints) $$@.log >&2; true
 endef
 $(foreach a,$(filter $(PTX),$(ARCHS)),$(eval $(call assemble_rule,$a,$a)))
-$(if $(filter 90a,$(ARCHS)),$(eval $(ONE_PTX:%=$(OBJ)/%.sm_90a.cubin): $(call assemble_rule,90a,$(PTX),\
+$(if $(filter 90a,$(ARCHS)),$(eval $(ONE_PTX:%=$(OBJ)/%.sm_90a.cubin): $(call assemble_rule,90a,80,\
 	-e 's|^\.target sm_80|.target sm_90a|' -e 's|// sm_90: ||')))
 
 define fatbin_rule
@@ -438,7 +441,7 @@ fill = sed -e 's|@PREFIX@|$(call relative,$(1),$(PREFIX))|' -e 's|@INCLUDEDIR@|$
 	-e 's|@CUDA_VERSION@|$(CUDA_VERSION)|' -e 's|@CUDA_MAJOR@|$(basename $(CUDA_VERSION))|'
 
 # The shared library is installed where `make shared` made it.
-SHARED := $(wildcard $(LIB)/libcumoe.so)
+SHARED := $(or $(wildcard $(LIB)/libcumoe.so),$(if $(filter shared,$(MAKECMDGOALS)),$(LIB)/libcumoe.so))
 
 define install_shared
 install -m 644 $(SHARED) '$(DESTDIR)$(LIBDIR)/libcumoe.so.$(VERSION)' && \

@@ -107,11 +107,25 @@ endif()
 END
   cmake -S "$stage/alone" -B "$stage/alone/build" -DCMAKE_PREFIX_PATH="$prefix"
 }
+# A component that is asked for besides leaves the archive; one that is none is not found.
+cmake_components() {
+  mkdir "$stage/parts" && cat > "$stage/parts/CMakeLists.txt" << END || return 1
+cmake_minimum_required(VERSION 3.18)
+project(parts LANGUAGES C)
+find_package(cumoe ${VERSION%.*} REQUIRED OPTIONAL_COMPONENTS shared)
+find_package(cumoe ${VERSION%.*} QUIET COMPONENTS nonsense)
+if(cumoe_FOUND OR NOT TARGET cumoe::cumoe)
+  message(FATAL_ERROR "found: \${cumoe_FOUND}")
+endif()
+END
+  cmake -S "$stage/parts" -B "$stage/parts/build" -DCMAKE_PREFIX_PATH="$prefix" -DCUDAToolkit_ROOT="$CUDA_HOME"
+}
 if have cmake; then
   quiet "CMake, static CUDA runtime: build and run" built_by_cmake static
   quiet "CMake, shared CUDA runtime: build and run" built_by_cmake shared
   quiet "CMake, cumoe::hidden: an engine's shared object shows its own functions alone" cmake_hides
   quiet "CMake, the component shared asks for no CUDA Toolkit" cmake_shared_alone
+  quiet "CMake, components that are optional, and none" cmake_components
 else
   skip "CMake" "not installed"
 fi
