@@ -11,6 +11,7 @@
 typedef struct repacking {
   cumoe_format format; /* of the result */
   int64_t groups, scale_rows;
+  int64_t source_rows, skipped;                /* of the source's scales: all; of a slice those ahead of its own */
   int64_t code_bytes, scale_bytes, zero_bytes; /* of an expert */
   int64_t scale_at, zero_at, order_at, bytes;  /* places in an expert's room; all of it */
 } repacking;
@@ -66,6 +67,7 @@ static cumoe_format result_of(const cumoe_format *from, bool ordered)
   f.order = 0;
   f.split = 0;
   f.zero_add = 0;
+  if (f.block[0]) f.origin[0] %= f.block[0]; /* scales of other slices stay where they are */
   if (f.element == CUMOE_ELEMENT_S4) {
     f.element = CUMOE_ELEMENT_U4;
     f.offset = 8;
@@ -156,6 +158,8 @@ static cumoe_status measure(const cumoe_repack_args *a, repacking *r)
   const cumoe_format *f = &r->format;
   r->groups = blocks_of(f->block[1], f->origin[1], a->in);
   r->scale_rows = blocks_of(f->block[0], f->origin[0], a->out);
+  r->source_rows = blocks_of(f->block[0], a->format.origin[0], a->out);
+  r->skipped = r->source_rows - r->scale_rows;
   r->code_bytes = format_bytes(class_of(f, 0), (int64_t)a->out * a->in);
   r->scale_bytes = r->scale_rows * r->groups * (int64_t)cumoe_dtype_bytes((cumoe_dtype)f->scale);
   r->zero_bytes = has_values(f) ? r->scale_bytes : f->zero ? a->out / 8 * r->groups * 4 : 0;
@@ -244,8 +248,8 @@ static cumoe_status check_repack(struct context *context, const cumoe_repack_arg
   const cumoe_format *f = &a->format;
   const bool in_out = a->major == CUMOE_IN_OUT;
   const operand codes = codes_of(a);
-  const operand scale = stack_of("args.scale", a->experts, in_out ? r->groups : r->scale_rows,
-                                 in_out ? r->scale_rows : r->groups, scale_bits(f)),
+  const operand scale = stack_of("args.scale", a->experts, in_out ? r->groups : r->source_rows,
+                                 in_out ? r->source_rows : r->groups, scale_bits(f)),
                 zero = stack_of("args.zero", a->experts, in_out ? r->groups : a->out / 8,
                                 in_out ? a->out / 8 : r->groups, DTYPE_BIT(CUMOE_I32));
   const operand order = {"args.order", a->order.rows == 1 ? 1 : a->experts, a->in, DTYPE_BIT(CUMOE_I32), 0};
@@ -272,8 +276,10 @@ static int64_t pitch_of(const cumoe_view *v)
 static repack_args repack_arguments(const cumoe_repack_args *a, const repacking *r, cumoe_view_mut to)
 {
   const cumoe_format *f = &a->format;
+  const int64_t scale = (int64_t)cumoe_dtype_bytes((cumoe_dtype)r->format.scale),
+                skipped = r->skipped * (a->major == CUMOE_IN_OUT ? scale : pitch_of(&a->scale));
   return (repack_args){.codes = a->codes.data,
-                       .scale = a->scale.data,
+                       .scale = skipped ? (const char *)a->scale.data + skipped : a->scale.data,
                        .zero = a->zero.data,
                        .order = a->order.data,
                        .to = to.data,
@@ -302,7 +308,7 @@ static repack_args repack_arguments(const cumoe_repack_args *a, const repacking 
                        .places = places_of(f->order, storage_codes(f)),
                        .flip = f->element == CUMOE_ELEMENT_S4 ? 8 : 0,
                        .zero_add = f->zero_add,
-                       .scale_bytes = (int32_t)cumoe_dtype_bytes((cumoe_dtype)r->format.scale),
+                       .scale_bytes = (int32_t)scale,
                        .ggml = f->ggml};
 }
 

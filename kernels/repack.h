@@ -99,9 +99,9 @@ EXACT uint32_t repack_code(const repack_args *a, repack_unit u, int32_t element)
 }
 
 /* The bytes of a stored scale. */
-EXACT void repack_scale(const repack_args *a, repack_unit u, int32_t row, int32_t group)
+EXACT void repack_scale(const repack_args *a, repack_unit u, int32_t group)
 {
-  uint8_t *to = a->to + u.e * a->to_stride + a->to_scale + ((int64_t)row * a->groups + group) * a->scale_bytes;
+  uint8_t *to = a->to + u.e * a->to_stride + a->to_scale + ((int64_t)u.n * a->groups + group) * a->scale_bytes;
   if (a->ggml == GGML_Q6_K) {
     const uint8_t *block = ggml_row(a, u) + (int64_t)(group / 16) * 210;
     *(float *)to = exact_mul(ggml_half(block + 208), (float)(int8_t)block[192 + group % 16]);
@@ -113,8 +113,8 @@ EXACT void repack_scale(const repack_args *a, repack_unit u, int32_t row, int32_
     return;
   }
   const uint8_t *from = a->ggml ? ggml_row(a, u) + (int64_t)group * ggml_bytes(a->ggml)
-                                : a->scale + u.e * a->scale_stride + (a->in_out ? group : row) * a->scale_ld +
-                                      (int64_t)(a->in_out ? row : group) * a->scale_bytes;
+                                : a->scale + u.e * a->scale_stride + (a->in_out ? group : u.n) * a->scale_ld +
+                                      (int64_t)(a->in_out ? u.n : group) * a->scale_bytes;
   for (int32_t i = 0; i < a->scale_bytes; i++) to[i] = from[i];
 }
 
@@ -146,8 +146,7 @@ EXACT void repack_zeros(const repack_args *a, repack_unit u, int32_t group)
   ((uint32_t *)(a->to + u.e * a->to_stride + a->to_zero))[(int64_t)(u.n / 8) * a->groups + group] = word;
 }
 
-/* What a unit does besides codes: the groups that begin in it, and its part of the order. Of a slice there may be more
- * rows of scales than channels. */
+/* What a unit does besides codes: the groups that begin in it, and its part of the order. */
 EXACT void repack_groups(const repack_args *a, repack_unit u)
 {
   int32_t *order = (int32_t *)(a->to + u.e * a->to_stride + a->to_order);
@@ -155,7 +154,7 @@ EXACT void repack_groups(const repack_args *a, repack_unit u)
   for (int32_t k = u.k; k < u.k + REPACK_CELL(a); k += ENCODE_CELL) {
     if (k > 0 && (k + a->k_origin) % a->block_k != 0) continue;
     const int32_t group = (k + a->k_origin) / a->block_k;
-    for (int32_t row = u.n; row < a->scale_rows; row += a->out) repack_scale(a, u, row, group);
+    if (u.n < a->scale_rows) repack_scale(a, u, group);
     if (a->ggml == GGML_Q4_K || a->ggml == GGML_Q4_1) repack_value(a, u, group);
     if (a->zero && u.n % 8 == 0) repack_zeros(a, u, group);
   }
