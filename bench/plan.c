@@ -51,7 +51,7 @@ int main(void)
                               .routing = layer.routing};
     printf("\n%-24s", layer.name);
     for (size_t i = 0; i < sizeof tokens / sizeof *tokens; ++i) {
-      const bound_matrix best = {MAJOR_K, true};
+      const bound_matrix best = {.major = MAJOR_K, .tmap = true};
       const layer_call c = {.tokens = tokens[i],
                             .up = best,
                             .down = best,

@@ -202,7 +202,8 @@ static layer_spec random_format_spec(rng *r, cumoe_context context, int32_t dtyp
   int formats = 0;
   cumoe_format f;
   while (format_name(formats, &f)) formats++;
-  *name = format_name((int)rng_below(r, formats), &f);
+  do *name = format_name((int)rng_below(r, formats), &f);
+  while (f.joined && ungated); /* halves that are one */
   if (on_device(context) && rng_below(r, 3) == 0) {
     s.tokens = rng_below(r, 100), s.distinct = 0;
     s.device_tokens = (int32_t)rng_below(r, s.tokens + 1);
