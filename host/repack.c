@@ -11,7 +11,7 @@
 typedef struct repacking {
   cumoe_format format; /* of the result */
   int64_t groups, scale_rows;
-  int64_t source_rows, skipped;                /* of the source's scales: all; of a slice those ahead of its own */
+  int64_t source_rows;                         /* of the source's scales: all; of a slice those ahead of its own */
   int64_t code_bytes, scale_bytes, zero_bytes; /* of an expert */
   int64_t scale_at, zero_at, order_at, bytes;  /* places in an expert's room; all of it */
 } repacking;
@@ -159,7 +159,6 @@ static cumoe_status measure(const cumoe_repack_args *a, repacking *r)
   r->groups = blocks_of(f->block[1], f->origin[1], a->in);
   r->scale_rows = blocks_of(f->block[0], f->origin[0], a->out);
   r->source_rows = blocks_of(f->block[0], a->format.origin[0], a->out);
-  r->skipped = r->source_rows - r->scale_rows;
   r->code_bytes = format_bytes(class_of(f, 0), (int64_t)a->out * a->in);
   r->scale_bytes = r->scale_rows * r->groups * (int64_t)cumoe_dtype_bytes((cumoe_dtype)f->scale);
   r->zero_bytes = has_values(f) ? r->scale_bytes : f->zero ? a->out / 8 * r->groups * 4 : 0;
@@ -277,7 +276,7 @@ static repack_args repack_arguments(const cumoe_repack_args *a, const repacking 
 {
   const cumoe_format *f = &a->format;
   const int64_t scale = (int64_t)cumoe_dtype_bytes((cumoe_dtype)r->format.scale),
-                skipped = r->skipped * (a->major == CUMOE_IN_OUT ? scale : pitch_of(&a->scale));
+                skipped = (r->source_rows - r->scale_rows) * (a->major == CUMOE_IN_OUT ? scale : pitch_of(&a->scale));
   return (repack_args){.codes = a->codes.data,
                        .scale = skipped ? (const char *)a->scale.data + skipped : a->scale.data,
                        .zero = a->zero.data,

@@ -475,6 +475,17 @@ static void test_full_device(void)
   case_end();
 }
 
+/* The arena of a group's only rank, zeroed as it has to be before the group is made. */
+static cumoe_view_mut group_arena(const world *w, const cumoe_group_config *config, cumoe_buffer *arena)
+{
+  size_t bytes = 0;
+  CHECK_OK(cumoe_ep_arena(w->plan, config, &bytes));
+  CHECK_OK(cumoe_buffer_alloc(w->context, CUMOE_U8, 1, (int64_t)bytes, NULL, arena));
+  const cumoe_view_mut whole = cumoe_buffer_view_mut(*arena);
+  CHECK_OK(cumoe_fill(w->context, whole, 0, NULL));
+  return whole;
+}
+
 /* A rank that was left out says in all arenas that it has given up. Behind that an abort is heard all the same. */
 static void test_group_abort(void)
 {
@@ -487,15 +498,11 @@ static void test_group_abort(void)
     cumoe_group ranks = NULL;
     cumoe_buffer arena = {0};
     void *base = NULL;
-    size_t bytes = 0;
     const cumoe_group_config config = {.size = sizeof config, .ranks = 1, .max_tokens = 4, .arenas = &base};
     cumoe_group_fault fault = {.size = sizeof fault};
     small_layer(&w);
-    CHECK_OK(cumoe_ep_arena(w.plan, &config, &bytes));
-    CHECK_OK(cumoe_buffer_alloc(w.context, CUMOE_U8, 1, (int64_t)bytes, NULL, &arena));
-    const cumoe_view_mut whole = cumoe_buffer_view_mut(arena);
+    const cumoe_view_mut whole = group_arena(&w, &config, &arena);
     base = whole.data;
-    CHECK_OK(cumoe_fill(w.context, whole, 0, NULL));
     CHECK_OK(cumoe_group_create(w.context, w.plan, &config, whole, &ranks));
     OWN(cudaSetDevice(1));
     OWN(cudaMemcpyAsync((char *)base + ep_lay_out(&shape).abort, &words[late], 8, cudaMemcpyHostToDevice, w.stream));
@@ -527,16 +534,12 @@ static void test_group_texts(void)
       cumoe_group ranks = NULL;
       cumoe_buffer arena = {0};
       void *base = NULL;
-      size_t bytes = 0;
       const cumoe_group_config config = {
           .size = sizeof config, .ranks = 1, .max_tokens = 4, .timeout_ns = 100000000, .arenas = &base};
       case_begin("a group %s, call %d", ends ? "that ends" : "that is made", nth);
       small_layer(&w);
-      CHECK_OK(cumoe_ep_arena(w.plan, &config, &bytes));
-      CHECK_OK(cumoe_buffer_alloc(w.context, CUMOE_U8, 1, (int64_t)bytes, NULL, &arena));
-      const cumoe_view_mut whole = cumoe_buffer_view_mut(arena);
+      const cumoe_view_mut whole = group_arena(&w, &config, &arena);
       base = whole.data;
-      CHECK_OK(cumoe_fill(w.context, whole, 0, NULL));
       if (ends) CHECK_OK(cumoe_group_create(w.context, w.plan, &config, whole, &ranks));
       shim_mark();
       shim_fail(SHIM_CUDA, nth, true, cudaErrorInvalidValue);
