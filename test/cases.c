@@ -47,6 +47,8 @@ typedef struct router_case {
   int32_t tokens, experts, hidden, dtype, w_dtype, bias_dtype; /* bias_dtype 0: none */
   bool integers;                                               /* exact: every order of summation gives the same */
   int32_t nan_token;                                           /* -1: none */
+  int32_t logits_dtype;                                        /* 0: not rounded */
+  float scale;                                                 /* 0: none */
 } router_case;
 
 static tensor random_matrix(rng *r, int32_t dtype, int64_t rows, int64_t cols, bool integers)
@@ -61,6 +63,7 @@ static void check_logits(const router_case *c, const tensor *x, const tensor *w,
   for (int32_t t = 0; t < c->tokens; t++) {
     oracle_router(x, t, w, bias, want);
     for (int32_t e = 0; c->integers && e < c->experts; e++) want[e].bound = 0;
+    oracle_finish_logits(c->experts, c->logits_dtype, c->scale, want);
     check_bounded_row("logits", logits, t, want);
   }
 }
@@ -69,10 +72,10 @@ static void run_router(cumoe_context context, const router_case *c)
 {
   if (!case_wanted(c->dtype)) return;
   rng r = {(uint64_t)c->experts * 77 + (uint64_t)c->tokens};
-  case_begin("router T %d E %d H %d %s x %s bias %s%s%s", c->tokens, c->experts, c->hidden,
+  case_begin("router T %d E %d H %d %s x %s bias %s to %s times %g%s%s", c->tokens, c->experts, c->hidden,
              cumoe_dtype_name((cumoe_dtype)c->dtype), cumoe_dtype_name((cumoe_dtype)c->w_dtype),
-             cumoe_dtype_name((cumoe_dtype)c->bias_dtype), c->integers ? " exact" : "",
-             c->nan_token >= 0 ? " nan" : "");
+             cumoe_dtype_name((cumoe_dtype)c->bias_dtype), cumoe_dtype_name((cumoe_dtype)c->logits_dtype),
+             (double)c->scale, c->integers ? " exact" : "", c->nan_token >= 0 ? " nan" : "");
   tensor x = random_matrix(&r, c->dtype, c->tokens, c->hidden, c->integers), bias = {0}, logits[PASSES];
   tensor w = random_matrix(&r, c->w_dtype, c->experts, c->hidden, c->integers);
   if (c->bias_dtype) bias = random_matrix(&r, c->bias_dtype, 1, c->experts, c->integers);
@@ -82,7 +85,17 @@ static void run_router(cumoe_context context, const router_case *c)
     cumoe_view_mut out = device_new(context, CUMOE_F32, c->tokens, c->experts, 3);
     cumoe_view xv = device_put(context, &x, 8), wv = device_put(context, &w, 16);
     cumoe_view bv = c->bias_dtype ? device_put(context, &bias, 1) : no_view();
-    if (!case_served(context, cumoe_router(context, xv, wv, bv, out, NULL), "cumoe_router")) return;
+    const cumoe_router_args args = {.size = sizeof args,
+                                    .logits_dtype = c->logits_dtype,
+                                    .logit_scale = c->scale,
+                                    .x = xv,
+                                    .weight = wv,
+                                    .bias = bv,
+                                    .logits = out};
+    const bool plain = !c->logits_dtype && c->scale == 0;
+    const cumoe_status status =
+        plain ? cumoe_router(context, xv, wv, bv, out, NULL) : cumoe_router_with(context, &args, NULL);
+    if (!case_served(context, status, "cumoe_router")) return;
     logits[pass] = device_get(context, cumoe_const(out));
     check_guards(context, "logits", out);
   }
@@ -93,12 +106,20 @@ static void run_router(cumoe_context context, const router_case *c)
 
 void cases_router(cumoe_context context)
 {
-  static const int32_t hiddens[] = {8, 24, 64, 136, 264, 520};
+  static const int32_t hiddens[] = {8, 24, 64, 136, 264, 520}, roundings[] = {0, CUMOE_BF16, CUMOE_F16, CUMOE_F32};
+  static const float scales[] = {0, 0.7f, 1};
   for (int i = 0; i < 120; i++) {
     int32_t dtype = case_dtypes[i % 3], biases[] = {0, CUMOE_F32, dtype};
-    router_case c = {
-        case_tokens[i % 12], case_experts[i / 12], hiddens[(i + i / 12) % 6], dtype, i % 2 ? CUMOE_F32 : dtype,
-        biases[i / 3 % 3],   i % 5 == 0,           i % 7 == 0 ? 1 : -1};
+    router_case c = {case_tokens[i % 12],
+                     case_experts[i / 12],
+                     hiddens[(i + i / 12) % 6],
+                     dtype,
+                     i % 2 ? CUMOE_F32 : dtype,
+                     biases[i / 3 % 3],
+                     i % 5 == 0,
+                     i % 7 == 0 ? 1 : -1,
+                     roundings[i / 2 % 4],
+                     scales[i / 4 % 3]};
     while (c.tokens * c.experts * c.hidden > 2000000) c.hidden = c.hidden / 16 * 8;
     run_router(context, &c);
   }
@@ -112,7 +133,9 @@ void cases_router(cumoe_context context)
                      case_dtypes[i % 3],
                      i < 6 ? 0 : CUMOE_F32,
                      false,
-                     -1};
+                     -1,
+                     roundings[i / 3],
+                     scales[i % 2]};
     run_router(context, &c);
   }
 }

@@ -176,6 +176,16 @@ void oracle_router(const tensor *x, int64_t token, const tensor *weight, const t
   scratch_release(mark);
 }
 
+void oracle_finish_logits(int32_t experts, int32_t dtype, float scale, bounded *logits)
+{
+  for (int32_t e = 0; e < experts; e++) {
+    if (dtype) logits[e] = oracle_rounded(logits[e], dtype);
+    if (scale == 0 || scale == 1) continue;
+    const double scaled = (float)(logits[e].value * scale);
+    logits[e] = (bounded){scaled, logits[e].bound * scale + (logits[e].bound > 0 ? ulp * fabs(scaled) : 0)};
+  }
+}
+
 typedef struct candidate {
   int32_t id;
   bool open;            /* its group stays */
@@ -697,16 +707,10 @@ static bounded *logits_of(const layer_case *c, int64_t token, int32_t experts)
 {
   const cumoe_routing *r = &c->desc->routing;
   bounded *logits = scratch((size_t)experts, sizeof *logits);
-  const double scale = r->logit_scale > 0 ? r->logit_scale : 1;
   for (int32_t e = 0; c->logits && e < experts; e++) logits[e] = (bounded){tensor_get(c->logits, token, e), 0};
   if (c->logits) return logits;
   oracle_router(c->router_x ? c->router_x : c->x, token, c->router_weight, c->router_bias, logits);
-  for (int32_t e = 0; e < experts; e++) {
-    if (r->logits_dtype) logits[e] = oracle_rounded(logits[e], r->logits_dtype);
-    if (scale == 1) continue;
-    const double scaled = (float)(logits[e].value * scale);
-    logits[e] = (bounded){scaled, logits[e].bound * scale + (logits[e].bound > 0 ? ulp * fabs(scaled) : 0)};
-  }
+  oracle_finish_logits(experts, r->logits_dtype, r->logit_scale, logits);
   return logits;
 }
 

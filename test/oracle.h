@@ -56,6 +56,8 @@ bounded oracle_rounded(bounded b, int32_t dtype);
 
 /* logits [E] of row `token` of x; bias may have data NULL. */
 void oracle_router(const tensor *x, int64_t token, const tensor *weight, const tensor *bias, bounded *logits);
+/* Rounded to dtype, if it is not 0, then scaled; 0: not at all. */
+void oracle_finish_logits(int32_t experts, int32_t dtype, float scale, bounded *logits);
 
 /* Besides logits, each NULL or [E]; chosen: [k]. */
 typedef struct gate_operands {

@@ -23,11 +23,15 @@ DEVICE float round_logit(int dtype, float logit)
   return dtype == DT_F16 ? to_f32(from_f32<f16>(logit)) : logit;
 }
 
+DEVICE float finish_logit(const router_args &a, int expert, float sum)
+{
+  const float logit = a.bias ? sum + load_any(a.bias, expert, a.bias_dtype) : sum;
+  return a.scale * round_logit(a.round_dtype, logit);
+}
+
 DEVICE void store_logit(const router_args &a, int64_t tokens, int64_t token, int expert, float sum)
 {
-  if (token >= tokens || expert >= a.experts) return;
-  const float logit = a.bias ? sum + load_any(a.bias, expert, a.bias_dtype) : sum;
-  a.logits[token * a.logits_ld + expert] = a.scale * round_logit(a.round_dtype, logit);
+  if (token < tokens && expert < a.experts) a.logits[token * a.logits_ld + expert] = finish_logit(a, expert, sum);
 }
 
 template <class T> DEVICE const T *row_of(const void *base, int64_t row, int64_t ld)

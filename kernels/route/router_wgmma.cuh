@@ -8,6 +8,7 @@
 
 #include "device/dtype.cuh"
 #include "device/pipeline.cuh"
+#include "route/logits.cuh"
 
 template <class T_, int CLUSTER_, int BM_, int BN_, int BK, int STAGES_, int WARPS> struct router_shape {
   using T = T_;
@@ -60,12 +61,12 @@ DEVICE void store_logits(const router_args &a, int64_t tokens, int64_t token, in
 {
   if (token >= tokens || expert >= a.experts) return;
   float *to = a.logits + token * a.logits_ld + expert;
-  if (a.bias) first += load_any(a.bias, expert, a.bias_dtype);
+  first = finish_logit(a, expert, first);
   if (expert + 1 == a.experts) {
     *to = first;
     return;
   }
-  if (a.bias) second += load_any(a.bias, expert + 1, a.bias_dtype);
+  second = finish_logit(a, expert + 1, second);
   if (reinterpret_cast<uintptr_t>(to) % sizeof(float2) == 0)
     *reinterpret_cast<float2 *>(to) = make_float2(first, second);
   else
