@@ -238,6 +238,13 @@ EXACT int64_t quotient_of(int64_t a, int32_t b)
   return a >> 31 == 0 ? (int64_t)((uint32_t)a / (uint32_t)b) : a / b;
 }
 
+/* A block of a slice before this one, whose scale is not this one's, has no channels. */
+EXACT encode_block encode_present(encode_block b)
+{
+  if (b.k >= b.k_end) b.n_end = b.n;
+  return b;
+}
+
 EXACT encode_block encode_task(const encode_args *a, int64_t task)
 {
   const int32_t rows = ENCODE_ROWS(a), channels = ENCODE_CHANNELS(a);
@@ -257,7 +264,7 @@ EXACT encode_block encode_task(const encode_args *a, int64_t task)
     b.n_end = part * of_part + (end < of_part ? (int32_t)end : of_part);
   }
   b.row = encode_scale_row(a, b.e, b.n);
-  return b;
+  return encode_present(b);
 }
 
 /* What task `task` of encode_scales is the scale of: channels n, n + step, ... */
@@ -281,7 +288,7 @@ EXACT encode_block encode_scales_task(const encode_args *a, int64_t task, int32_
   b.n_end = b.n + a->out / a->parts;
   b.row = encode_scale_row(a, b.e, b.n);
   encode_k_range(a, &b);
-  return b;
+  return encode_present(b);
 }
 
 EXACT void encode_store_scale(const encode_args *a, const encode_block *b, int64_t row, stored_scale s)

@@ -227,6 +227,20 @@ static void check_scales(const sample *s)
       }
 }
 
+/* Scales and zero points of blocks before the slice's first one along in are another slice's. */
+static void check_others(const sample *s)
+{
+  const cumoe_format *f = &s->format;
+  const int64_t before = f->block[1] ? f->origin[1] / f->block[1] : 0;
+  const tensor *both[] = {&s->scale, &s->zero};
+  for (int i = 0; i < (f->zero ? 2 : 1); i++) {
+    const int64_t element = (int64_t)cumoe_dtype_bytes((cumoe_dtype)both[i]->dtype), row = both[i]->cols * element;
+    const uint8_t *bytes = both[i]->data;
+    for (int64_t at = 0; at < both[i]->rows * row; at++)
+      if (at % row < before * element && !CHECK_MSG(bytes[at] == test_poison, "byte %d is written", (int)at)) return;
+  }
+}
+
 /* ---- the layer reads what was written ---- */
 
 /* cumoe_up multiplies activations as they are. */
@@ -356,6 +370,9 @@ static int forms(form *list)
       {"nvfp4 over", cumoe_format_nvfp4(CUMOE_GLOBAL_OVER)},
       {"joined fp8 blocks of 32", blocked(e4m3_, 32, 128, 8, 0, true)},
       {"joined fp8 tensor", blocked(e4m3_, 0, 0, 0, 0, true)},
+      {"fp8 blocks of 16 x 32, origin 32, 64", blocked(e4m3_, 16, 32, 32, 64, false)},
+      {"fp8 groups of all channels, origin 0, 80", blocked(e4m3_, 0, 32, 0, 80, false)},
+      {"int4 g32, origin 64", blocked(cumoe_format_int4(32, CUMOE_F16), 1, 32, 0, 64, false)},
   };
   memcpy(list, all, sizeof all);
   list[11].format.offset = 5;
@@ -385,6 +402,7 @@ static void test_weights(cumoe_context context)
       quantize(context, &s, o == 3);
       check_nearest(&s);
       check_scales(&s);
+      check_others(&s);
       check_layer(context, &s);
       case_end();
     }

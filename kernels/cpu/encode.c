@@ -53,6 +53,7 @@ void cpu_encode_scales(const void *args, int64_t begin, int64_t end)
   for (int64_t task = begin; task < end; task++) {
     int32_t step;
     const encode_block b = encode_scales_task(a, task, &step);
+    if (b.n >= b.n_end) continue;
     encode_store_scales(a, &b, extremes_of(a, &b, b.n, b.n_end, step));
   }
 }

@@ -154,6 +154,7 @@ template <class X, int THREADS> DEVICE void encode_scales_blocks(const encode_ar
   wait_for_earlier_grids();
   int step;
   const encode_block b = encode_scales_task(&a, blockIdx.x, &step);
+  if (b.n >= b.n_end) return;
   const extremes e = extremes_of_lanes(extremes_of<X>(a, b, b.n, b.n_end, step, threadIdx.x, THREADS), WARP_SIZE);
   if (lane_id() == 0) of_warp[warp_id()] = e;
   __syncthreads();
