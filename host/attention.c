@@ -42,6 +42,8 @@ static cumoe_status check_sequences(struct context *context, const cumoe_attenti
   const int64_t sequences = sequences_of(a);
   TRY(check_owner(context, "q_offsets", &a->q_offsets));
   TRY(check_owner(context, "pages", &a->pages));
+  REQUIRE(a->page == 0 || !absent(&a->pages) || !absent(&a->q_offsets), CUMOE_ERR_INVALID_ARGUMENT,
+          "pages is absent, and page is %d", (int)a->page);
   REQUIRE(sequences >= 0 && sequences <= INT32_MAX, CUMOE_ERR_INVALID_ARGUMENT,
           "q_offsets.cols is %lld, must be 1 .. 2^31: one more than there are sequences", (long long)a->q_offsets.cols);
   REQUIRE(!absent(&a->q_offsets) || sequences == 1, CUMOE_ERR_INVALID_ARGUMENT,

@@ -312,11 +312,11 @@ static cumoe_status multiply_stage(const struct plan *plan, const struct weights
   TRY(take_route(&route, &copy));
   TRY(tokens_of(plan, route, &tokens));
   TRY(check_route(plan, route, tokens));
-  const operand in = rows_operand(plan, s->in.name, s->in.view, tokens, s->halves * s->k);
-  operand out = rows_operand(plan, s->out.name, s->out.view, tokens, s->n);
+  const operand in = rows_operand(plan, s->in.name, tokens, s->halves * s->k);
+  operand out = rows_operand(plan, s->out.name, tokens, s->n);
   out.dtypes |= DTYPE_BIT(CUMOE_F32);
-  TRY(check_operand(plan->context, &in, s->in.view));
-  TRY(check_operand(plan->context, &out, s->out.view));
+  TRY(check_with_more(plan->context, &in, s->in.view));
+  TRY(check_with_more(plan->context, &out, s->out.view));
   const named_view views[] = {s->out, s->in, ROUTE_VIEWS(route), {"route.device_tokens", route->device_tokens}};
   TRY(check_off_weights(views, 1, "weights", weights));
   TRY(check_overlaps(views, 1, sizeof views / sizeof *views));
@@ -377,15 +377,15 @@ static cumoe_status check_weights_backward(const struct plan *plan, const struct
   const int64_t tokens = a->x.rows;
   const operand x = {"args.x", tokens, desc->hidden, DTYPE_BIT(desc->dtype), 16},
                 weights = {"args.pair_weights", tokens, desc->routing.top_k, DTYPE_BIT(CUMOE_F32), 0};
-  const operand d_z = rows_operand(plan, "args.d_z", a->d_z, tokens, (d->gated ? 2 : 1) * desc->inter),
-                h = rows_operand(plan, "args.h", a->h, tokens, desc->inter),
-                d_y = rows_operand(plan, "args.d_y", a->d_y, tokens, desc->hidden);
+  const operand d_z = rows_operand(plan, "args.d_z", tokens, (d->gated ? 2 : 1) * desc->inter),
+                h = rows_operand(plan, "args.h", tokens, desc->inter),
+                d_y = rows_operand(plan, "args.d_y", tokens, desc->hidden);
   TRY(check_backward_flags(a->flags));
   TRY(check_counted(plan->context, &x, a->x));
   TRY(check_route(plan, route, tokens));
-  TRY(check_operand(plan->context, &d_z, a->d_z));
-  TRY(check_operand(plan->context, &h, a->h));
-  TRY(check_operand(plan->context, &d_y, a->d_y));
+  TRY(check_with_more(plan->context, &d_z, a->d_z));
+  TRY(check_with_more(plan->context, &h, a->h));
+  TRY(check_with_more(plan->context, &d_y, a->d_y));
   TRY(desc->routing.flags & CUMOE_ROUTE_WEIGHT_ON_INPUT
           ? check_operand(plan->context, &weights, a->pair_weights)
           : check_absent("args.pair_weights", a->pair_weights, "the plan does not weigh the input"));

@@ -66,17 +66,22 @@ cumoe_status check_device(const char *name, const cumoe_view *v, int32_t device)
   return CUMOE_OK;
 }
 
-static cumoe_status check_any(struct context *context, const operand *want, cumoe_view v, bool counted)
+/* COUNTED: its rows say how many tokens there are; MORE: there may be more rows. */
+typedef enum rows_rule { EXACT, COUNTED, MORE } rows_rule;
+
+static cumoe_status check_any(struct context *context, const operand *want, cumoe_view v, rows_rule rule)
 {
-  const bool nothing = absent(&v);
+  const bool nothing = absent(&v), counted = rule == COUNTED;
+  const char *least = rule == MORE ? ">= " : "";
   TRY(check_owner(context, want->name, &v));
-  REQUIRE(!nothing || want->rows == 0, CUMOE_ERR_INVALID_ARGUMENT, "%s is absent, must be [%lld, %lld]", want->name,
-          (long long)want->rows, (long long)want->cols);
+  REQUIRE(!nothing || want->rows == 0 || want->cols, CUMOE_ERR_INVALID_ARGUMENT, "%s is absent", want->name);
+  REQUIRE(!nothing || want->rows == 0, CUMOE_ERR_INVALID_ARGUMENT, "%s is absent, must be [%s%lld, %lld]", want->name,
+          least, (long long)want->rows, (long long)want->cols);
   REQUIRE(!nothing || !counted || v.dtype, CUMOE_ERR_INVALID_ARGUMENT,
           "%s is absent: without rows, too, it has its cols and dtype", want->name);
   if (!nothing) TRY(check_device(want->name, &v, context->device));
-  REQUIRE(v.rows == want->rows, CUMOE_ERR_INVALID_ARGUMENT, "%s.rows is %lld, must be %lld", want->name,
-          (long long)v.rows, (long long)want->rows);
+  REQUIRE(v.rows == want->rows || (rule == MORE && v.rows > want->rows), CUMOE_ERR_INVALID_ARGUMENT,
+          "%s.rows is %lld, must be %s%lld", want->name, (long long)v.rows, least, (long long)want->rows);
   if (v.rows == 0 && !v.data && !counted) return CUMOE_OK; /* nothing there, nothing needed */
   REQUIRE(v.cols == want->cols, CUMOE_ERR_INVALID_ARGUMENT, "%s.cols is %lld, must be %lld", want->name,
           (long long)v.cols, (long long)want->cols);
@@ -91,12 +96,17 @@ static cumoe_status check_any(struct context *context, const operand *want, cumo
 
 cumoe_status check_operand(struct context *context, const operand *want, cumoe_view view)
 {
-  return check_any(context, want, view, false);
+  return check_any(context, want, view, EXACT);
+}
+
+cumoe_status check_with_more(struct context *context, const operand *want, cumoe_view view)
+{
+  return check_any(context, want, view, MORE);
 }
 
 cumoe_status check_counted(struct context *context, const operand *want, cumoe_view view)
 {
-  return check_any(context, want, view, true);
+  return check_any(context, want, view, COUNTED);
 }
 
 cumoe_status check_optional(struct context *context, const operand *want, cumoe_view view)

@@ -28,6 +28,7 @@ enum {
 
 bool absent(const cumoe_view *view);
 cumoe_status check_operand(struct context *context, const operand *want, cumoe_view view);
+cumoe_status check_with_more(struct context *context, const operand *want, cumoe_view view); /* rows, or more of them */
 /* The operand that says how many rows a call has: without any, too, its cols and dtype count. */
 cumoe_status check_counted(struct context *context, const operand *want, cumoe_view view);
 cumoe_status check_optional(struct context *context, const operand *want, cumoe_view view); /* absent is fine */

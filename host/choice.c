@@ -79,11 +79,15 @@ static int32_t scale_run_of(const variant *v)
   return format_bits((weight_format)v->format) == 4 ? 32 : 128;
 }
 
+/* Products of two codes of 8 bits whose sums over all k have 32 bits. */
+enum { MOST_EXACT_K = INT32_MAX / (128 * 128) };
+
 /* Kernels of sm_90a find the scale of an element of u4 by a shift, and have 2 bytes of each 32 k; wgmma has them as
  * factors, of the type of what they multiply; fixed has no zero points. */
 static bool takes_scales(const variant *v, const op_shape *s)
 {
   if (s->scale_run < scale_run_of(v)) return false;
+  if (v->x == DT_I8 && v->scale == SCALE_out && s->k > MOST_EXACT_K) return false;
   if (v->format != FORMAT_u4 || (v->form != FORM_mixed && v->form != FORM_wgmma && !takes_whole_runs(v))) return true;
   if (s->scale_block & (s->scale_block - 1)) return false;
   if (takes_whole_runs(v)) return s->symmetric;

@@ -12,8 +12,8 @@ cumoe_status check_route(const struct plan *plan, const cumoe_route *route, int6
 /* Tokens of a call whose only operand with a row a token is the route. */
 cumoe_status tokens_of(const struct plan *plan, const cumoe_route *route, int64_t *tokens);
 
-/* A matrix that has a row for every pair, or more. */
-operand rows_operand(const struct plan *plan, const char *name, cumoe_view view, int64_t tokens, int32_t cols);
+/* A matrix that has a row for every pair; for check_with_more. */
+operand rows_operand(const struct plan *plan, const char *name, int64_t tokens, int32_t cols);
 
 /* Of a call with the route. */
 static inline token_count tokens_of_route(const cumoe_route *route, int64_t tokens)

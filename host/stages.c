@@ -13,6 +13,7 @@ static cumoe_status check_router(struct context *context, cumoe_view x, cumoe_vi
                                  cumoe_view logits)
 {
   TRY(check_owner(context, "weight", &weight)); /* its shape means nothing once it is freed; the same below */
+  REQUIRE(!absent(&weight), CUMOE_ERR_INVALID_ARGUMENT, "weight is absent");
   REQUIRE(weight.rows >= 1 && weight.rows <= CUMOE_MAX_EXPERTS, CUMOE_ERR_INVALID_ARGUMENT,
           "weight.rows is %lld, must be 1 .. %d", (long long)weight.rows, CUMOE_MAX_EXPERTS);
   REQUIRE(weight.cols >= 8 && weight.cols % 8 == 0 && weight.cols <= INT32_MAX / 2, CUMOE_ERR_INVALID_ARGUMENT,
@@ -116,6 +117,7 @@ static cumoe_status run_gate(cumoe_context handle, const cumoe_gate_args *a, cum
   struct context *context;
   TRY(find_context(handle, &context));
   TRY(check_owner(context, "logits", &a->logits));
+  REQUIRE(!absent(&a->logits), CUMOE_ERR_INVALID_ARGUMENT, "logits is absent");
   REQUIRE(a->logits.cols >= 1 && a->logits.cols <= CUMOE_MAX_EXPERTS, CUMOE_ERR_INVALID_ARGUMENT,
           "logits.cols is %lld, must be 1 .. %d", (long long)a->logits.cols, CUMOE_MAX_EXPERTS);
   TRY(check_routing(&a->routing, (int32_t)a->logits.cols));
@@ -258,10 +260,9 @@ cumoe_status cumoe_map(cumoe_plan handle, cumoe_view ids, cumoe_view expert_map,
 
 /* ---- up, down ---- */
 
-operand rows_operand(const struct plan *plan, const char *name, cumoe_view view, int64_t tokens, int32_t cols)
+operand rows_operand(const struct plan *plan, const char *name, int64_t tokens, int32_t cols)
 {
-  const int64_t rows = tokens * plan->desc.routing.top_k;
-  return (operand){name, rows > view.rows ? rows : view.rows, cols, DTYPE_BIT(plan->desc.dtype), 16};
+  return (operand){name, tokens * plan->desc.routing.top_k, cols, DTYPE_BIT(plan->desc.dtype), 16};
 }
 
 cumoe_status tokens_of(const struct plan *plan, const cumoe_route *route, int64_t *tokens)
@@ -290,14 +291,14 @@ static cumoe_status up_stage(const struct plan *plan, const struct weights *weig
                              cumoe_stream stream)
 {
   const cumoe_moe_desc *d = &plan->desc;
-  const operand h_want = rows_operand(plan, "h", cumoe_const(h), tokens, d->inter);
+  const operand h_want = rows_operand(plan, "h", tokens, d->inter);
   const operand weights_want = {"pair_weights", tokens, d->routing.top_k, DTYPE_BIT(CUMOE_F32), 0};
   TRY(check_route(plan, route, tokens));
   if (d->routing.flags & CUMOE_ROUTE_WEIGHT_ON_INPUT)
     TRY(check_operand(plan->context, &weights_want, pair_weights));
   else
     TRY(check_absent("pair_weights", pair_weights, "the plan does not weigh the input"));
-  TRY(check_operand(plan->context, &h_want, cumoe_const(h)));
+  TRY(check_with_more(plan->context, &h_want, cumoe_const(h)));
   const named_view views[] = {{"h", cumoe_const(h)},
                               in,
                               {"pair_weights", pair_weights},
@@ -350,8 +351,8 @@ cumoe_status cumoe_up_permuted(cumoe_plan plan_handle, cumoe_weights weights_han
   const cumoe_moe_desc *d = &plan->desc;
   TRY(find_weights("weights", weights_handle, plan, false, &weights));
   TRY(tokens_of(plan, route, &tokens));
-  const operand rows_want = rows_operand(plan, "rows", rows, tokens, d->hidden);
-  TRY(check_operand(plan->context, &rows_want, rows));
+  const operand rows_want = rows_operand(plan, "rows", tokens, d->hidden);
+  TRY(check_with_more(plan->context, &rows_want, rows));
   const named_view in = {"rows", rows};
   return up_stage(plan, weights, in, tokens, true, route, pair_weights, h, stream);
 }
@@ -369,10 +370,10 @@ cumoe_status cumoe_permute(cumoe_plan handle, cumoe_view x, const cumoe_route *r
   const cumoe_moe_desc *d = &plan->desc;
   TRY(check_tokens("x.rows", x.rows, 0, d->routing.top_k));
   const operand x_want = {"x", x.rows, d->hidden, DTYPE_BIT(d->dtype), 16};
-  const operand rows_want = rows_operand(plan, "rows", cumoe_const(rows), x.rows, d->hidden);
+  const operand rows_want = rows_operand(plan, "rows", x.rows, d->hidden);
   TRY(check_counted(plan->context, &x_want, x));
   TRY(check_route(plan, route, x.rows));
-  TRY(check_operand(plan->context, &rows_want, cumoe_const(rows)));
+  TRY(check_with_more(plan->context, &rows_want, cumoe_const(rows)));
   const named_view views[] = {
       {"rows", cumoe_const(rows)}, {"x", x}, ROUTE_VIEWS(route), {"route.device_tokens", route->device_tokens}};
   TRY(check_overlaps(views, 1, sizeof views / sizeof *views));
@@ -407,10 +408,9 @@ cumoe_status cumoe_down(cumoe_plan plan_handle, cumoe_weights weights_handle, cu
   int64_t tokens = 0;
   TRY(tokens_of(plan, route, &tokens));
   TRY(check_route(plan, route, tokens));
-  const operand h_want = rows_operand(plan, "h", h, tokens, d->inter),
-                y_want = rows_operand(plan, "y", cumoe_const(y), tokens, d->hidden);
-  TRY(check_operand(plan->context, &h_want, h));
-  TRY(check_operand(plan->context, &y_want, cumoe_const(y)));
+  const operand h_want = rows_operand(plan, "h", tokens, d->inter), y_want = rows_operand(plan, "y", tokens, d->hidden);
+  TRY(check_with_more(plan->context, &h_want, h));
+  TRY(check_with_more(plan->context, &y_want, cumoe_const(y)));
   const named_view views[] = {
       {"y", cumoe_const(y)}, {"h", h}, ROUTE_VIEWS(route), {"route.device_tokens", route->device_tokens}};
   TRY(check_off_weights(views, 1, "weights", weights));
@@ -435,14 +435,14 @@ static cumoe_status check_combine(const struct plan *plan, const cumoe_route *ro
   const cumoe_moe_desc *d = &plan->desc;
   const bool unreduced = d->flags & CUMOE_MOE_UNREDUCED, on_input = d->routing.flags & CUMOE_ROUTE_WEIGHT_ON_INPUT;
   const uint32_t own = DTYPE_BIT(d->dtype), f32 = DTYPE_BIT(CUMOE_F32), out_type = DTYPE_BIT(d->out_dtype);
-  const operand y = {"args.y", a->y.rows, d->hidden, own, 16}, x = {"args.x", tokens, d->hidden, own, 16};
+  const operand y = rows_operand(plan, "args.y", tokens, d->hidden), x = {"args.x", tokens, d->hidden, own, 16};
   const operand pair_weights = {"args.pair_weights", tokens, d->routing.top_k, f32, 0};
   const operand shared = {"args.shared", tokens, d->hidden, own, 16},
                 shared_logit = {"args.shared_logit", tokens, 1, f32, 0};
   const operand residual = {"args.residual", a->residual.rows == 1 ? 1 : tokens, d->hidden, out_type, 16},
                 device_tokens = {"args.device_tokens", 1, 1, DTYPE_BIT(CUMOE_I32), 0};
   TRY(check_finite("args.out_scale", a->out_scale));
-  TRY(check_operand(plan->context, &y, a->y));
+  TRY(check_with_more(plan->context, &y, a->y));
   if (on_input)
     TRY(check_optional(plan->context, &pair_weights, a->pair_weights));
   else if (unreduced)
@@ -454,7 +454,10 @@ static cumoe_status check_combine(const struct plan *plan, const cumoe_route *ro
   else
     TRY(check_optional(plan->context, &x, a->x));
   TRY(check_optional(plan->context, &shared, a->shared));
-  TRY(check_optional(plan->context, &shared_logit, a->shared_logit));
+  if (absent(&a->shared))
+    TRY(check_absent("args.shared_logit", a->shared_logit, "there is no args.shared"));
+  else
+    TRY(check_optional(plan->context, &shared_logit, a->shared_logit));
   TRY(check_optional(plan->context, &residual, a->residual));
   TRY(check_optional(plan->context, &device_tokens, a->device_tokens));
   if (unreduced) TRY(check_absent("args.shared", a->shared, "the plan is UNREDUCED"));

@@ -86,6 +86,16 @@ bool array_absent(const cumoe_array *a)
   return absent(&a->data) && !a->per_expert && a->expert_stride == 0;
 }
 
+/* Of what a format has: kernels of few tokens step over some sixteen of its rows in 32 bits. */
+static cumoe_status check_scaled_array(struct context *context, cumoe_array p, array_shape s, int32_t experts)
+{
+  TRY(check_array(context, p, s, experts));
+  const int64_t limit = (1 << 26) / (int64_t)cumoe_dtype_bytes((cumoe_dtype)p.data.dtype);
+  REQUIRE(p.data.ld <= limit, CUMOE_ERR_NOT_SUPPORTED, "%s.ld is %lld, must be at most %lld (2^26 bytes)", s.data,
+          (long long)p.data.ld, (long long)limit);
+  return CUMOE_OK;
+}
+
 /* An interleaved channel's gate and up are neighbours, in one block. */
 static cumoe_status check_interleaved(const projection_shape *s)
 {
@@ -115,10 +125,10 @@ static cumoe_status check_scaling(struct context *context, const cumoe_projectio
   TRY(check_interleaved(s));
   REQUIRE(!is_dense(f) || array_absent(&p->scale), CUMOE_ERR_INVALID_ARGUMENT, "%s must be absent: %s is dense",
           s->scale, s->format_name);
-  if (!is_dense(f)) TRY(check_array(context, p->scale, scale, experts));
+  if (!is_dense(f)) TRY(check_scaled_array(context, p->scale, scale, experts));
   REQUIRE(f->zero || array_absent(&p->zero), CUMOE_ERR_INVALID_ARGUMENT, "%s must be absent: %s.zero is 0", s->zero,
           s->format_name);
-  if (f->zero) TRY(check_array(context, p->zero, has_values(f) ? values : words, experts));
+  if (f->zero) TRY(check_scaled_array(context, p->zero, has_values(f) ? values : words, experts));
   REQUIRE(f->act_order || array_absent(&p->order), CUMOE_ERR_INVALID_ARGUMENT, "%s must be absent: %s.act_order is 0",
           s->order, s->format_name);
   if (f->act_order) TRY(check_array(context, p->order, order, experts));
@@ -142,7 +152,7 @@ static cumoe_status check_projection(struct context *context, const cumoe_projec
                             out_in ? s->in / storage_codes(s->format) : s->out,
                             DTYPE_BIT(storage_dtype(s->format, s->dtype)),
                             16};
-  TRY(check_array(context, data_of(p), data, experts));
+  TRY((is_dense(s->format) ? check_array : check_scaled_array)(context, data_of(p), data, experts));
   TRY(check_scaling(context, p, s, experts));
   const operand bias = {s->bias, experts, s->out, DTYPE_BIT(CUMOE_F32) | DTYPE_BIT(s->dtype), 0};
   return check_optional(context, &bias, p->bias);
@@ -190,8 +200,9 @@ static cumoe_status check_alike(const cumoe_projection *gate, const cumoe_projec
                     gate->bias.ld == up->bias.ld && gate->bias.dtype == up->bias.dtype;
   REQUIRE(same, CUMOE_ERR_LAYOUT,
           "desc.gate and desc.up must have the same ld, expert_stride, form and bias form, and so must their scales");
-  REQUIRE(gate->input_scale.data == up->input_scale.data, CUMOE_ERR_LAYOUT,
-          "desc.gate.input_scale and desc.up.input_scale must be one: both multiply the same x");
+  REQUIRE(gate->input_scale.data == up->input_scale.data &&
+              (gate->input_scale.rows <= 1 || gate->input_scale.ld == up->input_scale.ld),
+          CUMOE_ERR_LAYOUT, "desc.gate.input_scale and desc.up.input_scale must be one: both multiply the same x");
   REQUIRE(gate->order.data.data == up->order.data.data && gate->order.per_expert == up->order.per_expert &&
               same_array(&gate->order, &up->order),
           CUMOE_ERR_LAYOUT, "desc.gate.order and desc.up.order must be one: both multiply the same x");

@@ -995,7 +995,7 @@ static void fill_combine(arguments *a)
   a->info = &a->combine;
 }
 CALL(cumoe_combine, fill_combine, cumoe_combine(a->plan, a->pointer, a->info, no_stream), PLAN, ROUTE_ROWS(0, LOOSE),
-     NOT_NULL("args", info), SIZE("args.size", combine.size), VIEW("args.y", combine.y, BIT(BF16), 16, FREE_ROWS),
+     NOT_NULL("args", info), SIZE("args.size", combine.size), VIEW("args.y", combine.y, BIT(BF16), 16, LEAST_ROWS),
      VIEW("args.pair_weights", combine.pair_weights, BIT(F32), 0, 0),
      VIEW("args.x", combine.x, BIT(BF16), 16, OPTIONAL), VIEW("args.shared", combine.shared, BIT(BF16), 16, OPTIONAL),
      VIEW("args.shared_logit", combine.shared_logit, BIT(F32), 0, OPTIONAL),
@@ -1831,8 +1831,8 @@ static int change_formats(int which, arguments *a, expectation *e)
          d->shared_down_format.block[1] = 0)
   CHANGE(NOT_SUPPORTED, "desc.up_format.origin is {-1, 0}, must not be negative", u->origin[0] = -1)
   CHANGE(NOT_SUPPORTED, "desc.up_format.origin is {0, 8}, must not", u->origin[1] = 8)
-  CHANGE(NOT_SUPPORTED, "desc.up_format.origin is {16777217, 0}, must be at most {16777216, 16777216}",
-         u->origin[0] = (1 << 24) + 1)
+  CHANGE(NOT_SUPPORTED, "desc.up_format.origin is {1048577, 0}, must be at most {1048576, 1048576}",
+         u->origin[0] = (1 << 20) + 1)
   CHANGE(NOT_SUPPORTED, "desc.up_format.origin is {0, 2147483632}, must be at most", u->origin[1] = INT32_MAX - 15)
   CHANGE(NOT_SUPPORTED, "and the second a multiple of 32", s->origin[1] = 16)
   CHANGE(INVALID_ARGUMENT, "desc.up_format.origin[0] is 1, must be 0 with block[0] 0", u->block[0] = 0,
@@ -1888,6 +1888,12 @@ static int change_bind_formats(int which, arguments *a, expectation *e)
   CHANGE(LAYOUT, "desc.down: codes are read OUT_IN", d->down_major = CUMOE_IN_OUT)
   CHANGE(INVALID_ARGUMENT, "desc.down.data.cols is 16, must be 8", down->data.cols = down->data.ld = 16)
   CHANGE(WRONG_DTYPE, "desc.down.data.dtype is u8, must be i32", down->data.dtype = CUMOE_U8)
+  CHANGE(NOT_SUPPORTED, "desc.down.data.ld is 16777220, must be at most 16777216 (2^26 bytes)",
+         down->data.ld = (1 << 24) + 4, down->expert_stride = 0)
+  CHANGE(NOT_SUPPORTED, "desc.gate_up.scale.ld is 67108865, must be at most 67108864",
+         up->scale.data.ld = (1 << 26) + 1, up->scale.expert_stride = 0)
+  CHANGE(NOT_SUPPORTED, "desc.down.zero.ld is 16777217, must be at most 16777216", down->zero.data.ld = (1 << 24) + 1,
+         down->zero.expert_stride = 0)
   CHANGE(INVALID_ARGUMENT, "desc.gate_up.scale is absent", up->scale = (cumoe_array){.expert_stride = 0})
   CHANGE(WRONG_DTYPE, "desc.gate_up.scale.dtype is u8, must be e4m3", up->scale.data.dtype = CUMOE_U8)
   CHANGE(INVALID_ARGUMENT, "desc.gate_up.scale.cols is 3, must be 4", up->scale.data.cols = 3)
@@ -2040,6 +2046,9 @@ static int change_combine(int which, arguments *a, expectation *e)
   CHANGE(INVALID_ARGUMENT, "args.residual must", leave_unreduced(a), c->residual = full.residual)
   CHANGE(INVALID_ARGUMENT, "args.pair_weights must", leave_unreduced(a), c->pair_weights = full.pair_weights)
   CHANGE(INVALID_ARGUMENT, "args.out_scale is inf", c->out_scale = INFINITY)
+  CHANGE(INVALID_ARGUMENT, "args.y is absent, must be [>= 6, 64]", c->y = no_view())
+  CHANGE(INVALID_ARGUMENT, "args.shared_logit must be absent: there is no args.shared", c->shared = no_view(),
+         c->shared_logit = full.shared_logit)
   CHANGE(WRONG_DTYPE, "args.pair_weights", a->plan = bench.weighing_plan, c->pair_weights.dtype = CUMOE_I32)
   return n;
 }

@@ -34,7 +34,7 @@ typedef struct cumoe_context_s *cumoe_context;
  */
 typedef struct cumoe_context_config {
   uint32_t size;         /* sizeof(cumoe_context_config) */
-  int32_t cpu_threads;   /* CPU device: threads that compute, the caller's among them, up to 1024; 0 = one a core */
+  int32_t cpu_threads;   /* CPU device: threads that compute, the caller's among them; 0 = one a core; at most 1024 */
   int32_t debug;         /* 0 .. 2, see cumoe/debug.h; the environment's CUMOE_DEBUG may raise it */
   int32_t reserved;      /* 0 */
   uint64_t pool_initial; /* taken from the GPU at once, at most pool_max and pool_keep; CPU device: ignored */

@@ -61,7 +61,8 @@ typedef enum cumoe_rows {
  * Nested in descriptions, so it has a reserve and no size: all zero is "not quantised". Bind takes, in place and
  * without a copy: OUT_IN matrices of E4M3, S8, U8, E2M1 and U4 codes that are packed along in, in order, with scales of
  * blocks of a multiple of 16 (E2M1 with an E8M0 scale: 32; with an E4M3 scale: 16) along in. hidden and inter are
- * multiples of 32 where codes have 4 bits, of 16 where they have 8.
+ * multiples of 32 where codes have 4 bits, of 16 where they have 8. From one row of codes, scales or zero points to the
+ * next it is at most 2^26 bytes.
  */
 typedef struct cumoe_format {
   int32_t element;   /* cumoe_element */
@@ -71,7 +72,7 @@ typedef struct cumoe_format {
   uint32_t order;    /* hex digit i from below: which code the i-th of a word is; 0: in order. AWQ 0x75316420 */
   int32_t split;     /* codes i and i + split share a byte; 0 or 1: neighbours */
   int32_t block[2];  /* weights that share a scale along out, along in; 0: all of that axis */
-  int32_t origin[2]; /* place of a slice's first weight in its first block; up to 2^24 */
+  int32_t origin[2]; /* place of a slice's first weight in its first block; up to 2^20 */
   int32_t joined;    /* 1: blocks of a concatenated gate_up run on from one half into the other */
   int32_t scale;     /* cumoe_dtype of scales: F32, F16, BF16, E8M0 or E4M3; 0 with DENSE */
   int32_t zero;      /* cumoe_zero */

@@ -30,7 +30,7 @@ typedef enum cumoe_score {
   CUMOE_SCORE_SQRT_SOFTPLUS = 2, /* sqrt(log(1 + exp(l))) */
   CUMOE_SCORE_IDENTITY = 3,      /* the logit itself */
   CUMOE_SCORE_SPARSEMIXER = 4 /* phimoe's: the k best logits; slot j weighs 1 / sum of exp(l[e] - l[ids[j]]) over those
-                                    e that are not in a slot before and have
+                                    e that do not rank above its expert, so are in no slot before, and have
                                     (l[ids[j]] - l[e]) / max(|l[e]|, l[ids[j]]) <= 2 mixer_eps. No bias, no groups */
 } cumoe_score;
 
@@ -82,7 +82,7 @@ typedef struct cumoe_routing {
   float softcap;                /* 0 = none */
   float renorm_eps, renorm_min; /* with RENORMALIZE */
   int32_t zero_experts;         /* ids E .. E+z-1 contribute nothing */
-  int32_t identity_experts;     /* ids E+z .. E+z+i-1 contribute weight * x */
+  int32_t identity_experts;     /* ids E+z .. E+z+i-1 contribute weight * x, in each slice of a layer's experts */
   int32_t always_experts; /* the last so many of E are in every token's last slots (inkling's shared experts): < top_k;
                                    not with zero or identity experts, nor with a softmax over all, nor SPARSEMIXER */
   int32_t logits_dtype;   /* 0 = F32; or F16, BF16: what engines that multiply in that type choose by. Of 4,000

@@ -54,8 +54,8 @@ CUMOE_CHECKED cumoe_status cumoe_quantize_rows(cumoe_context context, const cumo
  *   E8M0        E2M1: as OCP MX v1.0, 6.3: (the largest power of two up to amax) / 4; what lies past 6 becomes 6
  *               E4M3: rounded up, nothing saturates
  *   E2M1, E4M3  global = amax / (6 * 448) of an expert's half, GLOBAL_OVER: its reciprocal; scale = amax / 6 / global
- * No scale is 0 or, but for E4M3, subnormal: blocks that small have the smallest one. Infinities count as the largest
- * float. A NaN weight is a NaN code of E4M3; of others its block's scale is NaN.
+ * No scale is 0 or, but for E4M3 and E8M0, subnormal: blocks that small have the smallest one. Infinities count as the
+ * largest float. A NaN weight is a NaN code of E4M3; of others its block's scale is NaN.
  *
  * Refused (NOT_SUPPORTED): ZERO_VALUES; zero points of interleaved channels; zero points or a global with block[0]
  * other than 1; U4 with offset 0 or 15 and no zero points. format.rows does not matter.
@@ -122,8 +122,8 @@ typedef struct cumoe_repack_args {
 /*
  * The order that makes groups of g_idx [in] neighbours, each in the order of k; host memory, of one matrix. gate and up
  * of an expert are one projection's input: their g_idx are the same in files, and must be. NOT_SUPPORTED if a group has
- * not `group` members, as in a slice of k. (A rank's share of down is then a run of the order, and its share of up the
- * channels that the run names.)
+ * not `group` members, as in a slice of k; what is refused leaves order undefined. (A rank's share of down is then a
+ * run of the order, and its share of up the channels that the run names.)
  */
 CUMOE_CHECKED cumoe_status cumoe_order_of_groups(const int32_t *g_idx, int32_t in, int32_t group, int32_t *order);
 
@@ -152,7 +152,7 @@ typedef enum cumoe_scan_field {
 /*
  * What is odd about weights, before they serve: no call of the layer looks. report [experts, CUMOE_SCAN_FIELDS] i64, on
  * the device: of every expert, all its projections together, how many codes, scales (each once) or weights are what the
- * column says. Good weights have 0 in all columns but the last.
+ * column says. Good weights have 0 in all columns but the last; but GGUF's scales may be negative, 0 or subnormal.
  */
 CUMOE_CHECKED cumoe_status cumoe_weights_scan(cumoe_context context, cumoe_weights weights, cumoe_view_mut report,
                                               cumoe_stream stream);

@@ -29,7 +29,8 @@ typedef struct cumoe_router_args {
   float logit_scale;
   uint32_t flags; /* 0 or CUMOE_MOE_BATCH_INVARIANT */
   cumoe_view x, weight, bias;
-  cumoe_view device_tokens; /* optional [1, 1] i32: tokens really there, <= T; rows past it are not touched */
+  cumoe_view device_tokens; /* optional [1, 1] i32: tokens really there, <= T; rows past it are not touched. One out of
+                               range is clamped; the stages behind the router record it */
   cumoe_view_mut logits;
 } cumoe_router_args;
 
@@ -87,7 +88,7 @@ CUMOE_CHECKED cumoe_status cumoe_map_workspace(cumoe_plan plan, int64_t tokens, 
 
 /*
  * h[r] = act(x[token(r)] Wgate^T + bgate) * (x[token(r)] Wup^T + bup) for every row r of the route: a grouped GEMM
- * that gathers the rows of x: no copy of it. x [T, H], h [>= rows, I], both dtype. pair_weights is [T, k] f32
+ * that gathers the rows of x: no copy of it. x [T, H], h [>= T * k, I], both dtype. pair_weights is [T, k] f32
  * if the plan's routing has WEIGHT_ON_INPUT, else absent. Rows of h past the last row are not touched. Of formats
  * whose activations become codes or get another order (rows, act_order), here, in cumoe_up_permuted and in cumoe_down:
  * NOT_SUPPORTED, as a stage has no room for them; cumoe_moe_forward and cumoe_masked_forward serve these.
@@ -109,7 +110,7 @@ CUMOE_CHECKED cumoe_status cumoe_up_permuted(cumoe_plan plan, cumoe_weights weig
                                              const cumoe_route *route, cumoe_view pair_weights, cumoe_view_mut h,
                                              cumoe_stream stream);
 
-/* y[r] = h[r] Wdown^T + bdown. h [>= rows, I], y [>= rows, H], both dtype. */
+/* y[r] = h[r] Wdown^T + bdown. h [>= T * k, I], y [>= T * k, H], both dtype. */
 CUMOE_CHECKED cumoe_status cumoe_down(cumoe_plan plan, cumoe_weights weights, cumoe_view h, const cumoe_route *route,
                                       cumoe_view_mut y, cumoe_stream stream);
 
@@ -118,15 +119,20 @@ CUMOE_CHECKED cumoe_status cumoe_down(cumoe_plan plan, cumoe_weights weights, cu
  * in f32, in slot order, rounded once. With CUMOE_MOE_UNREDUCED: out[t*k+j] = y[slot_row[t,j]], 0 if dropped. A slot
  * of weight 0 counts as dropped. With WEIGHT_ON_INPUT that is all that the weights say, also with UNREDUCED: other
  * slots weigh 1, and so do all without pair_weights.
+ *
+ * shared: what the shared expert makes of x, if there is one (a plan with shared_inter does not ask for it). By stages
+ * that takes a plan of its own with one expert of shared_inter channels and top_k 1: map of ids [T, 1] which are all 0,
+ * up, down, and y is in the order of tokens; shared_logit is the router's with shared_gate as weight
+ * (test/examples/stages.c).
  */
 typedef struct cumoe_combine_args {
   uint32_t size;
   float out_scale;          /* finite; 0 = 1 */
-  cumoe_view y;             /* [rows, H] dtype */
+  cumoe_view y;             /* [>= T * k, H] dtype */
   cumoe_view pair_weights;  /* [T, k] f32; absent with UNREDUCED, optional with WEIGHT_ON_INPUT: see above */
   cumoe_view x;             /* [T, H] dtype: only for identity experts (required if the plan has any) */
   cumoe_view shared;        /* optional [T, H] dtype; not with UNREDUCED */
-  cumoe_view shared_logit;  /* optional [T, 1] f32 */
+  cumoe_view shared_logit;  /* optional [T, 1] f32; with shared alone */
   cumoe_view residual;      /* optional [T, H] dtype of out; may be out itself. Or [1, H], to every token. Not with
                                UNREDUCED */
   cumoe_view device_tokens; /* optional [1, 1] i32; absent: the route's */
