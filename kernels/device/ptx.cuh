@@ -261,12 +261,6 @@ PREDICATED_BITS(1, "u8")
 PREDICATED_BITS(2, "u16")
 PREDICATED_BITS(4, "u32")
 
-/* What holds this address. */
-DEVICE void prefetch_l2_line(const void *global)
-{
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
-}
-
 /* The 128-byte line is not read again: L2 need not write it to memory. */
 DEVICE void discard_l2(const void *line)
 {

@@ -455,9 +455,13 @@ template <class S> DEVICE void consume(const gemm_args &args, stream_smem<S> &sm
 
 enum { LIKELY_BYTES = 192 * 1024 }; /* of a CTA: half of L2 in all */
 
-/* K-major: as many weight rows as there is room for. */
-template <class S> DEVICE void prefetch_k_major(const gemm_args &args)
+/* Memory is idle while the grids ahead route. With two rows for every expert most experts have some, so L2 prefetches
+ * the weight rows that a CTA begins with if all have, as many as there is room for: if not this CTA needs them, then one
+ * close to it. (N-major it costs 2 % at 32 tokens, and brings nothing above.) */
+template <class S> DEVICE void prefetch_likely_weights(const gemm_args &args)
 {
+  if (S::N_MAJOR || args.protocol.early_inputs || args.rows_cap < 2 * args.experts) return;
+  if (threadIdx.x >= WARP_SIZE) return;
   const bool gated = S::gated(args);
   const stream_run<S> run(args, args.experts);
   if (run.now.left == 0) return;
@@ -467,34 +471,6 @@ template <class S> DEVICE void prefetch_k_major(const gemm_args &args)
     if (channel < args.n)
       prefetch_l2(expert_base<typename S::W>(args.b, half, run.now.tile) + channel * args.b.n_stride, row_bytes);
   }
-}
-
-/* N-major: a line a thread. */
-template <class S> DEVICE void prefetch_n_major(const gemm_args &args)
-{
-  const stream_run<S> run(args, args.experts);
-  if (run.now.left == 0) return;
-  const bool gated = S::gated(args), apart = gated && !in_pairs<S>(args);
-  const int halves = apart ? 2 : 1, each = S::COLUMNS / halves / S::LINE, step = gated && !apart ? 2 : 1,
-            lines = min(LIKELY_BYTES / 128, args.k * halves * each), first = run.now.n * granule_channels<S>(args);
-  const typename S::W *gate = expert_base<typename S::W>(args.b, 0, run.now.tile),
-                      *up = gated ? expert_base<typename S::W>(args.b, 1, run.now.tile) : gate,
-                      *low = apart || gate < up ? gate : up;
-  for (int i = threadIdx.x; i < lines; i += S::THREADS) {
-    const int half = i / each % halves, at = first * step + i % each * S::LINE;
-    if (at < args.n * step) prefetch_l2_line((half ? up : low) + i / each / halves * args.b.k_stride + at);
-  }
-}
-
-/* Memory is idle while the grids ahead route. With two rows for every expert most experts have some, so L2 prefetches
- * the weights that a CTA begins with if all have: if not this CTA needs them, then one close to it. */
-template <class S> DEVICE void prefetch_likely_weights(const gemm_args &args)
-{
-  if (args.protocol.early_inputs || args.rows_cap < 2 * args.experts) return;
-  if constexpr (S::N_MAJOR)
-    prefetch_n_major<S>(args);
-  else if (threadIdx.x < WARP_SIZE)
-    prefetch_k_major<S>(args);
 }
 
 template <class S> DEVICE void stream_gemm(const gemm_args &args, stream_smem<S> &smem)
