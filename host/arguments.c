@@ -204,3 +204,53 @@ combine_args combine_arguments(const struct plan *plan, const int32_t *slot_row,
                         .on_input = (d->routing.flags & CUMOE_ROUTE_WEIGHT_ON_INPUT) != 0,
                         .fault = plan->context->fault};
 }
+
+/* ---- the layer's ---- */
+
+router_args layer_router(const struct plan *plan, const cumoe_moe_args *a, float *logits)
+{
+  const cumoe_routing *r = &plan->desc.routing;
+  router_args l = router_arguments(router_input(a), a->router_weight, a->router_bias, tokens_of_layer(a), logits,
+                                   router_experts(&plan->desc));
+  if (r->logits_dtype) l.round_dtype = r->logits_dtype;
+  if (r->logit_scale > 0) l.scale = r->logit_scale;
+  return l;
+}
+
+gate_args layer_gate(const struct plan *plan, const cumoe_moe_args *a, const float *logits, cumoe_view ids,
+                     cumoe_view weights)
+{
+  const int32_t experts = router_experts(&plan->desc);
+  const cumoe_view own = cumoe_matrix(logits, CUMOE_F32, a->x.rows, experts, experts);
+  const gate_inputs inputs = {a->select_bias, a->expert_scale, is_chosen(a) ? a->ids : (cumoe_view){0}};
+  gate_args g = gate_arguments(plan->context, &plan->desc.routing, a->router_weight.data ? own : a->logits, &inputs,
+                               ids, weights);
+  g.tokens = tokens_of_layer(a);
+  return g;
+}
+
+map_args layer_map(const struct plan *plan, const cumoe_moe_args *a, cumoe_view ids, route_pointers route, void *hist)
+{
+  map_args m = map_arguments(plan, ids, a->expert_map, route, hist);
+  m.tokens = tokens_of_layer(a);
+  m.counts_out = a->counts_out.data;
+  m.load = a->load.data;
+  return m;
+}
+
+combine_args layer_combine(const struct plan *plan, const cumoe_moe_args *a, const workspace_layout *at,
+                           const int32_t *slot_row, cumoe_view pair_weights, const float *shared_logit)
+{
+  const cumoe_moe_desc *d = &plan->desc;
+  const cumoe_dtype dtype = (cumoe_dtype)d->dtype;
+  const char *workspace = a->workspace.data;
+  const int64_t tokens = a->x.rows, rows = tokens * d->routing.top_k, hidden = d->hidden;
+  const bool weigh = !(d->flags & CUMOE_MOE_UNREDUCED) || d->routing.flags & CUMOE_ROUTE_WEIGHT_ON_INPUT;
+  cumoe_combine_args c = {
+      .out_scale = a->out_scale, .x = a->x, .residual = a->residual, .device_tokens = a->device_tokens, .out = a->out};
+  c.y = cumoe_matrix(workspace + at->y, dtype, rows, hidden, hidden);
+  if (weigh) c.pair_weights = pair_weights;
+  if (d->shared_inter) c.shared = cumoe_matrix(workspace + at->shared_y, dtype, tokens, hidden, hidden);
+  if (a->shared_gate.data) c.shared_logit = cumoe_matrix(shared_logit, CUMOE_F32, tokens, 1, 1);
+  return combine_arguments(plan, slot_row, &c, tokens);
+}

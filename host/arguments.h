@@ -45,4 +45,24 @@ quantize_args quantize_arguments(const struct plan *plan, gemm_args *g, token_co
 combine_args combine_arguments(const struct plan *plan, const int32_t *slot_row, const cumoe_combine_args *args,
                                int64_t tokens);
 
+/* The layer's own, by what a call of it was given: for the forward, the one that keeps, and the backward. */
+static inline token_count tokens_of_layer(const cumoe_moe_args *a)
+{
+  return (token_count){a->x.rows, a->device_tokens.data};
+}
+
+static inline cumoe_view router_input(const cumoe_moe_args *a)
+{
+  return a->router_x.data ? a->router_x : a->x;
+}
+
+router_args layer_router(const struct plan *plan, const cumoe_moe_args *a, float *logits);
+/* logits: where the router has left them, if there is one. */
+gate_args layer_gate(const struct plan *plan, const cumoe_moe_args *a, const float *logits, cumoe_view ids,
+                     cumoe_view weights);
+map_args layer_map(const struct plan *plan, const cumoe_moe_args *a, cumoe_view ids, route_pointers route, void *hist);
+/* Of y and the shared expert's in args.workspace. */
+combine_args layer_combine(const struct plan *plan, const cumoe_moe_args *a, const workspace_layout *at,
+                           const int32_t *slot_row, cumoe_view pair_weights, const float *shared_logit);
+
 #endif

@@ -605,7 +605,7 @@ static cumoe_status run_backward(const backward *b)
   const cumoe_view none = {0};
   const cumoe_view_mut nothing = {0};
   pair_gradient_args pairs, *later = wants_gate(b) && !on_cpu(p->context) ? &pairs : NULL;
-  if (absent(&g->kept)) TRY(keep_forward(p, NULL, NULL));
+  if (absent(&g->kept)) TRY(keep_forward(p));
   TRY(backward_routed(b, later));
   if (p->shared) TRY(backward_shared(b));
   if (wants_gate(b)) TRY(backward_gate(b, later));

@@ -11,7 +11,7 @@ pass pass_of(const layer_operands *with, const cumoe_moe_args *a, char *kept, cu
             .weights = with->weights,
             .shared = with->shared,
             .args = a,
-            .tokens = {a->x.rows, a->device_tokens.data},
+            .tokens = tokens_of_layer(a),
             .kept = kept,
             .stream = stream};
   const int64_t tokens = a->x.rows, k = p.plan->desc.routing.top_k;
@@ -22,48 +22,31 @@ pass pass_of(const layer_operands *with, const cumoe_moe_args *a, char *kept, cu
   return p;
 }
 
-static cumoe_view logits_of(const pass *p)
-{
-  const int64_t experts = router_experts(&p->plan->desc);
-  if (!p->args->router_weight.data) return p->args->logits;
-  return small_region(p->kept, p->at.logits, CUMOE_F32, p->tokens.count, experts);
-}
-
 /* ---- what is kept ---- */
-
-static cumoe_status run_router(const pass *p, cumoe_view x, cumoe_view weight, cumoe_view bias, size_t to,
-                               const cumoe_routing *r)
-{
-  router_args l = router_arguments(x, weight, bias, p->tokens, region(p->kept, to), weight.rows);
-  if (r && r->logits_dtype) l.round_dtype = r->logits_dtype;
-  if (r && r->logit_scale > 0) l.scale = r->logit_scale;
-  return dispatch(p->context, OP_router, &l, p->stream);
-}
 
 gate_args gate_of(const pass *p, cumoe_view ids, cumoe_view weights)
 {
-  const cumoe_moe_args *a = p->args;
-  const gate_inputs inputs = {a->select_bias, a->expert_scale, is_chosen(a) ? a->ids : (cumoe_view){0}};
-  gate_args g = gate_arguments(p->context, &p->plan->desc.routing, logits_of(p), &inputs, ids, weights);
-  g.tokens = p->tokens;
-  return g;
+  return layer_gate(p->plan, p->args, region(p->kept, p->at.logits), ids, weights);
 }
 
-static cumoe_status keep_routing(const pass *p, int32_t *counts_out, int64_t *load)
+static cumoe_status keep_routing(const pass *p)
 {
   const cumoe_moe_args *a = p->args;
-  const cumoe_routing *r = &p->plan->desc.routing;
   const cumoe_view none = {0};
-  if (a->router_weight.data) TRY(run_router(p, router_input(a), a->router_weight, a->router_bias, p->at.logits, r));
-  if (a->shared_gate.data) TRY(run_router(p, a->x, a->shared_gate, none, p->at.shared_logit, NULL));
+  if (a->router_weight.data) {
+    const router_args r = layer_router(p->plan, a, region(p->kept, p->at.logits));
+    TRY(dispatch(p->context, OP_router, &r, p->stream));
+  }
+  if (a->shared_gate.data) {
+    const router_args r =
+        router_arguments(a->x, a->shared_gate, none, p->tokens, region(p->kept, p->at.shared_logit), 1);
+    TRY(dispatch(p->context, OP_router, &r, p->stream));
+  }
   if (!is_routed(a)) {
     const gate_args g = gate_of(p, p->ids, p->pair_weights);
     TRY(dispatch(p->context, OP_gate, &g, p->stream));
   }
-  map_args m = map_arguments(p->plan, p->ids, a->expert_map, p->route, p->hist);
-  m.tokens = p->tokens;
-  m.counts_out = counts_out;
-  m.load = load;
+  map_args m = layer_map(p->plan, a, p->ids, p->route, p->hist);
   m.protocol.progress = p->progress;
   if (m.chunks > 1 && !on_cpu(p->context)) TRY(dispatch(p->context, OP_map_count, &m, p->stream));
   return dispatch(p->context, OP_map, &m, p->stream);
@@ -146,9 +129,9 @@ static cumoe_status keep_rows(const pass *p, const struct weights *w, const rout
   return CUMOE_OK;
 }
 
-cumoe_status keep_forward(const pass *p, int32_t *counts_out, int64_t *load)
+cumoe_status keep_forward(const pass *p)
 {
-  TRY(keep_routing(p, counts_out, load));
+  TRY(keep_routing(p));
   TRY(keep_rows(p, p->weights, &p->route, p->at.z));
   return p->shared ? keep_rows(p, p->shared, NULL, p->at.shared_z) : CUMOE_OK;
 }
@@ -267,19 +250,10 @@ static cumoe_status run_experts(const pass *p, const struct weights *w, const ro
   return launch_linked(p, &l);
 }
 
-static cumoe_status combine(const pass *p, char *workspace, const workspace_layout *at)
+static cumoe_status combine(const pass *p, const workspace_layout *at)
 {
-  const cumoe_moe_args *a = p->args;
-  const cumoe_moe_desc *d = &p->plan->desc;
-  const cumoe_dtype dtype = (cumoe_dtype)d->dtype;
-  const int64_t tokens = p->tokens.count;
-  cumoe_combine_args c = {
-      .out_scale = a->out_scale, .x = a->x, .residual = a->residual, .device_tokens = a->device_tokens, .out = a->out};
-  c.y = small_region(workspace, at->y, dtype, tokens * d->routing.top_k, d->hidden);
-  if (!is_unreduced(p) || weighs_input(p)) c.pair_weights = p->pair_weights;
-  if (p->shared) c.shared = small_region(workspace, at->shared_y, dtype, tokens, d->hidden);
-  if (a->shared_gate.data) c.shared_logit = small_region(p->kept, p->at.shared_logit, CUMOE_F32, tokens, 1);
-  const combine_args args = combine_arguments(p->plan, p->route.slot_row, &c, tokens);
+  const combine_args args =
+      layer_combine(p->plan, p->args, at, p->route.slot_row, p->pair_weights, region(p->kept, p->at.shared_logit));
   return dispatch(p->context, OP_combine, &args, p->stream);
 }
 
@@ -305,11 +279,11 @@ static cumoe_status run_forward(pass *p)
   const experts_out routed = {region(workspace, at.h), region(workspace, at.y)},
                     shared = {region(workspace, at.shared_h), region(workspace, at.shared_y)};
   p->progress = on_cpu(p->context) ? NULL : region(workspace, at.progress);
-  TRY(keep_routing(p, a->counts_out.data, a->load.data));
+  TRY(keep_routing(p));
   TRY(give_routing(p));
   TRY(run_experts(p, p->weights, &p->route, p->at.z, routed));
   if (p->shared) TRY(run_experts(p, p->shared, NULL, p->at.shared_z, shared));
-  return combine(p, workspace, &at);
+  return combine(p, &at);
 }
 
 cumoe_status cumoe_moe_forward_keep(cumoe_plan handle, cumoe_weights weights, const cumoe_moe_args *args,

@@ -36,11 +36,6 @@ static inline cumoe_view small_region(char *base, size_t offset, cumoe_dtype dty
   return cumoe_matrix(region(base, offset), dtype, rows, cols, cols);
 }
 
-static inline cumoe_view router_input(const cumoe_moe_args *a)
-{
-  return a->router_x.data ? a->router_x : a->x;
-}
-
 static inline bool weighs_input(const pass *p)
 {
   return p->plan->desc.routing.flags & CUMOE_ROUTE_WEIGHT_ON_INPUT;
@@ -63,6 +58,6 @@ int32_t order_of(const struct weights *w);
 activation_args activation_of(const pass *p, const struct weights *w, const row_map *map);
 
 /* Routing, and gate and up before the activation: into p->kept. */
-cumoe_status keep_forward(const pass *p, int32_t *counts_out, int64_t *load);
+cumoe_status keep_forward(const pass *p);
 
 #endif

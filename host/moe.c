@@ -368,42 +368,9 @@ static const void *arguments_of(layer_arguments *l, stage s)
   }
 }
 
-static cumoe_view router_x(const cumoe_moe_args *a)
-{
-  return a->router_x.data ? a->router_x : a->x;
-}
-
-static router_args router_pass(const pass *p)
-{
-  const cumoe_moe_args *a = p->args;
-  const cumoe_routing *r = &p->plan->desc.routing;
-  router_args l = router_arguments(router_x(a), a->router_weight, a->router_bias, p->tokens, region(p, p->lp.at.logits),
-                                   router_experts(&p->plan->desc));
-  if (r->logits_dtype) l.round_dtype = r->logits_dtype;
-  if (r->logit_scale > 0) l.scale = r->logit_scale;
-  return l;
-}
-
-static gate_args gate_pass(const pass *p)
-{
-  const cumoe_moe_args *a = p->args;
-  const cumoe_moe_desc *d = &p->plan->desc;
-  const int32_t experts = router_experts(d);
-  const cumoe_view own = cumoe_matrix(region(p, p->lp.at.logits), CUMOE_F32, p->tokens.count, experts, experts);
-  const gate_inputs inputs = {a->select_bias, a->expert_scale, is_chosen(a) ? a->ids : (cumoe_view){0}};
-  gate_args g = gate_arguments(p->plan->context, &d->routing, a->router_weight.data ? own : a->logits, &inputs, p->ids,
-                               p->weights);
-  g.tokens = p->tokens;
-  return g;
-}
-
 static map_args map_pass(const pass *p)
 {
-  const cumoe_moe_args *a = p->args;
-  map_args m = map_arguments(p->plan, p->ids, a->expert_map, p->route, region(p, p->lp.at.hist));
-  m.tokens = p->tokens;
-  m.counts_out = a->counts_out.data;
-  m.load = a->load.data;
+  map_args m = layer_map(p->plan, p->args, p->ids, p->route, region(p, p->lp.at.hist));
   m.protocol.progress = region(p, p->lp.at.progress);
   return m;
 }
@@ -511,19 +478,8 @@ static void link_experts(const pass *p, gemm_args *up, gemm_args *down)
 
 static combine_args combine_pass(const pass *p)
 {
-  const cumoe_moe_args *a = p->args;
-  const cumoe_moe_desc *d = &p->plan->desc;
   const workspace_layout *at = &p->lp.at;
-  const cumoe_dtype dtype = (cumoe_dtype)d->dtype;
-  const int64_t tokens = p->tokens.count, rows = tokens * d->routing.top_k, hidden = d->hidden;
-  const bool weigh = !(d->flags & CUMOE_MOE_UNREDUCED) || d->routing.flags & CUMOE_ROUTE_WEIGHT_ON_INPUT;
-  cumoe_combine_args c = {
-      .out_scale = a->out_scale, .x = a->x, .residual = a->residual, .device_tokens = a->device_tokens, .out = a->out};
-  c.y = cumoe_matrix(region(p, at->y), dtype, rows, hidden, hidden);
-  if (weigh) c.pair_weights = p->weights;
-  if (p->shared) c.shared = cumoe_matrix(region(p, at->shared_y), dtype, tokens, hidden, hidden);
-  if (a->shared_gate.data) c.shared_logit = cumoe_matrix(region(p, at->shared_logit), CUMOE_F32, tokens, 1, 1);
-  return combine_arguments(p->plan, p->route.slot_row, &c, tokens);
+  return layer_combine(p->plan, p->args, at, p->route.slot_row, p->weights, region(p, at->shared_logit));
 }
 
 static void routed_pass(const pass *p, const struct weights *weights, layer_arguments *l)
@@ -603,8 +559,9 @@ static void shared_pass(const pass *p, layer_arguments *l)
 static void fill(const pass *p, const struct weights *weights, layer_arguments *l)
 {
   const cumoe_moe_args *a = p->args;
-  if (a->router_weight.data) l->router.router.r = router_pass(p);
-  if (!is_routed(a)) l->gate = gate_pass(p);
+  float *logits = region(p, p->lp.at.logits);
+  if (a->router_weight.data) l->router.router.r = layer_router(p->plan, a, logits);
+  if (!is_routed(a)) l->gate = layer_gate(p->plan, a, logits, p->ids, p->weights);
   if (p->lp.few)
     few_pass(p, weights, l);
   else
@@ -616,7 +573,7 @@ static void fill(const pass *p, const struct weights *weights, layer_arguments *
 
 static bool serves_router(const cumoe_moe_args *a)
 {
-  const cumoe_view x = router_x(a);
+  const cumoe_view x = router_input(a);
   return tmap_serves_views(&x, &a->router_weight);
 }
 
@@ -731,7 +688,7 @@ static cumoe_status prepare(cumoe_plan plan, cumoe_weights weights, const cumoe_
               .shared = with->shared,
               .args = a,
               .lp = plan_layer(m, &with->plan->desc, &call),
-              .tokens = {a->x.rows, a->device_tokens.data},
+              .tokens = tokens_of_layer(a),
               .workspace = a->workspace.data};
   TRY(check_layer_plan(context, &p->lp));
   locate(p);
