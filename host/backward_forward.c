@@ -1,6 +1,7 @@
 /* The forward that keeps what the backward needs (cumoe_moe_forward_keep). */
 #include "backward_pass.h"
 #include "dispatch.h"
+#include "route.h"
 
 #include <math.h>
 
@@ -48,8 +49,7 @@ static cumoe_status keep_routing(const pass *p)
   }
   map_args m = layer_map(p->plan, a, p->ids, p->route, p->hist);
   m.protocol.progress = p->progress;
-  if (m.chunks > 1 && !on_cpu(p->context)) TRY(dispatch(p->context, OP_map_count, &m, p->stream));
-  return dispatch(p->context, OP_map, &m, p->stream);
+  return run_map(p->context, &m, p->stream);
 }
 
 /* Gate (h 0) or up (h 1) as a projection of its own. */

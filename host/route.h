@@ -12,6 +12,9 @@ cumoe_status check_route(const struct plan *plan, const cumoe_route *route, int6
 /* Tokens of a call whose only operand with a row a token is the route. */
 cumoe_status tokens_of(const struct plan *plan, const cumoe_route *route, int64_t *tokens);
 
+/* One count launch (only with several chunks, and never on the CPU) and one placing launch, both or neither. */
+cumoe_status run_map(struct context *context, const map_args *args, cumoe_stream stream);
+
 /* A matrix that has a row for every pair; for check_with_more. */
 operand rows_operand(const struct plan *plan, const char *name, int64_t tokens, int32_t cols);
 

@@ -180,8 +180,7 @@ cumoe_status check_route(const struct plan *plan, const cumoe_route *route, int6
 
 /* ---- map ---- */
 
-/* One count launch (only with several chunks, and never on the CPU) and one placing launch, both or neither. */
-static cumoe_status run_map(struct context *context, const map_args *args, cumoe_stream stream)
+cumoe_status run_map(struct context *context, const map_args *args, cumoe_stream stream)
 {
   const bool counts = args->chunks > 1 && !on_cpu(context);
   launch_step count = {0}, place = {0};
