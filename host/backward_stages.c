@@ -68,7 +68,6 @@ static cumoe_status check_gate_backward(struct context *context, const cumoe_gat
   const uint32_t f32 = DTYPE_BIT(CUMOE_F32);
   const operand logits = {"args.logits", tokens, experts, FLOAT_BITS, 0}, ids = {"args.ids", tokens, k, INDEX_BITS, 0},
                 scale = {"args.expert_scale", 1, experts, f32, 0}, weights = {"args.d_weights", tokens, k, f32, 0},
-                count = {"args.device_tokens", 1, 1, DTYPE_BIT(CUMOE_I32), 0},
                 d_logits = {"args.d_logits", tokens, experts, f32, 0},
                 d_scale = {"args.d_expert_scale", 1, experts, f32, 0}, losses = {"args.losses", 1, 2, f32, 0};
   TRY(check_backward_flags(a->flags));
@@ -78,7 +77,7 @@ static cumoe_status check_gate_backward(struct context *context, const cumoe_gat
   TRY(check_operand(context, &ids, a->ids));
   TRY(check_optional(context, &scale, a->expert_scale));
   TRY(check_optional(context, &weights, a->d_weights));
-  TRY(check_optional(context, &count, a->device_tokens));
+  TRY(check_device_tokens(context, "args.device_tokens", a->device_tokens));
   TRY(check_operand(context, &d_logits, cumoe_const(a->d_logits)));
   if (absent(&a->expert_scale))
     TRY(check_absent("args.d_expert_scale", cumoe_const(a->d_expert_scale), "there is no expert_scale"));

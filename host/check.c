@@ -114,6 +114,12 @@ cumoe_status check_optional(struct context *context, const operand *want, cumoe_
   return absent(&view) ? CUMOE_OK : check_operand(context, want, view);
 }
 
+cumoe_status check_device_tokens(struct context *context, const char *name, cumoe_view tokens)
+{
+  const operand want = {name, 1, 1, DTYPE_BIT(CUMOE_I32), 0};
+  return check_optional(context, &want, tokens);
+}
+
 cumoe_status check_workspace_view(struct context *context, const char *name, cumoe_view view, size_t need)
 {
   if (need == 0) return CUMOE_OK;

@@ -32,6 +32,8 @@ cumoe_status check_with_more(struct context *context, const operand *want, cumoe
 /* The operand that says how many rows a call has: without any, too, its cols and dtype count. */
 cumoe_status check_counted(struct context *context, const operand *want, cumoe_view view);
 cumoe_status check_optional(struct context *context, const operand *want, cumoe_view view); /* absent is fine */
+/* How many tokens there are, [1, 1] i32, or absent. */
+cumoe_status check_device_tokens(struct context *context, const char *name, cumoe_view tokens);
 /* [1, bytes] u8, 256-byte aligned, with room for `need`; of 0 none is looked at. */
 cumoe_status check_workspace_view(struct context *context, const char *name, cumoe_view view, size_t need);
 /* args.workspace likewise, which is looked at in any case where it is given. */

@@ -262,11 +262,10 @@ cumoe_status check_layer_operands(const struct plan *plan, cumoe_weights weights
   REQUIRE(a->flags == 0, CUMOE_ERR_INVALID_ARGUMENT, "args.flags is %#x, must be 0", (unsigned)a->flags);
   REQUIRE(a->reserved == 0, CUMOE_ERR_INVALID_ARGUMENT, "args.reserved is %d, must be 0", (int)a->reserved);
   TRY(check_tokens("args.x.rows", a->x.rows, 0, d->routing.top_k));
-  const operand x = {"args.x", a->x.rows, d->hidden, DTYPE_BIT(d->dtype), 16},
-                device_tokens = {"args.device_tokens", 1, 1, DTYPE_BIT(CUMOE_I32), 0};
+  const operand x = {"args.x", a->x.rows, d->hidden, DTYPE_BIT(d->dtype), 16};
   TRY(check_finite("args.out_scale", a->out_scale));
   TRY(check_counted(plan->context, &x, a->x));
-  TRY(check_optional(plan->context, &device_tokens, a->device_tokens));
+  TRY(check_device_tokens(plan->context, "args.device_tokens", a->device_tokens));
   TRY(check_routing_inputs(plan, a));
   TRY(check_shared(plan, a, &with->shared));
   return check_outputs(plan, a);

@@ -30,12 +30,6 @@ static cumoe_status check_router(struct context *context, cumoe_view x, cumoe_vi
   return check_operand(context, &logits_want, logits);
 }
 
-static cumoe_status check_device_tokens(struct context *context, const char *name, cumoe_view tokens)
-{
-  const operand want = {name, 1, 1, DTYPE_BIT(CUMOE_I32), 0};
-  return check_optional(context, &want, tokens);
-}
-
 static cumoe_status run_router(cumoe_context handle, const cumoe_router_args *a, cumoe_stream stream)
 {
   struct context *context;
@@ -438,8 +432,7 @@ static cumoe_status check_combine(const struct plan *plan, const cumoe_route *ro
   const operand pair_weights = {"args.pair_weights", tokens, d->routing.top_k, f32, 0};
   const operand shared = {"args.shared", tokens, d->hidden, own, 16},
                 shared_logit = {"args.shared_logit", tokens, 1, f32, 0};
-  const operand residual = {"args.residual", a->residual.rows == 1 ? 1 : tokens, d->hidden, out_type, 16},
-                device_tokens = {"args.device_tokens", 1, 1, DTYPE_BIT(CUMOE_I32), 0};
+  const operand residual = {"args.residual", a->residual.rows == 1 ? 1 : tokens, d->hidden, out_type, 16};
   TRY(check_finite("args.out_scale", a->out_scale));
   TRY(check_with_more(plan->context, &y, a->y));
   if (on_input)
@@ -458,7 +451,7 @@ static cumoe_status check_combine(const struct plan *plan, const cumoe_route *ro
   else
     TRY(check_optional(plan->context, &shared_logit, a->shared_logit));
   TRY(check_optional(plan->context, &residual, a->residual));
-  TRY(check_optional(plan->context, &device_tokens, a->device_tokens));
+  TRY(check_device_tokens(plan->context, "args.device_tokens", a->device_tokens));
   if (unreduced) TRY(check_absent("args.shared", a->shared, "the plan is UNREDUCED"));
   if (unreduced) TRY(check_absent("args.residual", a->residual, "the plan is UNREDUCED"));
   const named_view views[] = {{"args.out", cumoe_const(a->out)},
