@@ -1,5 +1,6 @@
 /* cumoe_ep_forward and its three parts: checks, and a straight line an exchange (ep_round.h). */
 #include "arguments.h"
+#include "carve.h"
 #include "check.h"
 #include "context.h"
 #include "ep_round.h"
@@ -7,39 +8,34 @@
 
 /* ---- a call's own memory ---- */
 
-static size_t take(size_t *end, int64_t rows, int64_t row_bytes)
-{
-  const size_t at = *end;
-  *end = (at + (size_t)rows * (size_t)row_bytes + 255) / 256 * 256;
-  return at;
-}
-
 static cumoe_status lay_out_workspace(const group *g, ep_workspace *w)
 {
   const int64_t one = g->shape.capacity, all = one * g->shape.ranks, k = g->shape.top_k;
-  const int64_t row = (int64_t)g->shape.hidden * g->shape.element;
-  size_t shared = 0, end = 0;
+  const int64_t hidden = g->shape.hidden;
+  const size_t element = (size_t)g->shape.element;
+  size_t shared = 0;
+  carver c = {0, false}; /* past 2^62 bytes the arena would be, too */
   *w = (ep_workspace){0};
   TRY(cumoe_plan_workspace(g->shard, all, &w->inner_bytes));
   if (serves_own(g, one)) TRY(cumoe_plan_workspace(g->shard, one, &w->own_bytes));
   if (g->shared) TRY(cumoe_plan_workspace(g->shared, one, &shared));
   if (shared > w->inner_bytes) w->inner_bytes = shared;
-  w->logits = take(&end, one, 4 * (int64_t)router_experts(&g->plan.desc));
-  w->ids = take(&end, one, 4 * k);
-  w->weights = take(&end, one, 4 * k);
-  w->gate_logit = take(&end, one, 4);
-  w->rows = take(&end, one, 4 * (g->shape.exact ? k : (int64_t)g->shape.ranks));
-  w->slots = take(&end, g->ways.dedup && !on_cpu(g->context) ? one : 0, 4 * (int64_t)g->shape.ranks);
-  w->sent = take(&end, 1, 4 * (int64_t)g->shape.ranks);
-  w->present = take(&end, 1, 4);
-  w->arrived = take(&end, 1, 4 * (int64_t)g->shape.ranks);
-  w->ids_here = take(&end, all, 4 * k);
-  w->y = take(&end, all, row * ep_answers(&g->shape));
-  w->shared_y = take(&end, g->shared ? one : 0, row);
-  w->counts = take(&end, 1, 4 * (int64_t)g->plan.desc.local_experts);
-  w->inner = take(&end, (int64_t)w->inner_bytes, 1);
-  w->own = take(&end, (int64_t)w->own_bytes, 1);
-  w->bytes = end;
+  w->logits = carve(&c, one, router_experts(&g->plan.desc), 4);
+  w->ids = carve(&c, one, k, 4);
+  w->weights = carve(&c, one, k, 4);
+  w->gate_logit = carve(&c, one, 1, 4);
+  w->rows = carve(&c, one, g->shape.exact ? k : g->shape.ranks, 4);
+  w->slots = carve(&c, g->ways.dedup && !on_cpu(g->context) ? one : 0, g->shape.ranks, 4);
+  w->sent = carve(&c, 1, g->shape.ranks, 4);
+  w->present = carve(&c, 1, 1, 4);
+  w->arrived = carve(&c, 1, g->shape.ranks, 4);
+  w->ids_here = carve(&c, all, k, 4);
+  w->y = carve(&c, all * ep_answers(&g->shape), hidden, element);
+  w->shared_y = carve(&c, g->shared ? one : 0, hidden, element);
+  w->counts = carve(&c, 1, g->plan.desc.local_experts, 4);
+  w->inner = carve(&c, 1, (int64_t)w->inner_bytes, 1);
+  w->own = carve(&c, 1, (int64_t)w->own_bytes, 1);
+  w->bytes = c.at;
   return CUMOE_OK;
 }
 
