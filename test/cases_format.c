@@ -233,16 +233,12 @@ typedef enum exact_content { EXACT_CODES, EXACT_SCALES, EXACT_E8M0 } exact_conte
 
 static const int exact_e8m0[] = {127, 0, 129, 254, 1, 128};
 
-static int64_t block_along(int32_t block, int32_t origin, int64_t at)
-{
-  return block ? (origin + at) / block : 0;
-}
-
 /* Of a scale, in its own terms. */
 static double exact_scale(const channel_place *at, exact_content content, int64_t in)
 {
   const cumoe_format *f = at->format;
-  const int64_t n = block_along(f->block[0], f->origin[0], at->channel), k = block_along(f->block[1], f->origin[1], in);
+  const int64_t n = format_block(f->block[0], f->origin[0], at->channel),
+                k = format_block(f->block[1], f->origin[1], in);
   const int64_t mixed = 17 * at->expert + 101 * at->half + 31 * n + 58 * k;
   if (content == EXACT_E8M0) return exact_e8m0[mixed % 6];
   if (f->scale == CUMOE_E8M0) return content == EXACT_SCALES ? 121 + (double)(mixed % 13) : 127;
@@ -271,7 +267,7 @@ static void set_exact_channel(const channel_place *at, exact_content content)
 {
   const cumoe_format *f = at->format;
   for (int64_t in = 0; in < at->ins; in++) {
-    const int64_t group = block_along(f->block[1], f->origin[1], in);
+    const int64_t group = format_block(f->block[1], f->origin[1], in);
     const int64_t most = content == EXACT_CODES ? 16 : 8;
     const unsigned zero = f->zero ? (unsigned)((at->channel * 3 + group * 5 + at->half * 7 + at->expert) % most) : 0;
     const int32_t add = f->zero ? f->zero_add : 0;

@@ -104,6 +104,11 @@ int64_t format_blocks(int32_t block, int32_t origin, int64_t count)
   return blocks;
 }
 
+int64_t format_block(int32_t block, int32_t origin, int64_t at)
+{
+  return block ? (origin + at) / block : 0;
+}
+
 int64_t format_scale_rows(const cumoe_format *f, int64_t outs, int halves, bool interleaved)
 {
   if (halves == 2 && !interleaved && !f->joined) return 2 * format_blocks(f->block[0], f->origin[0], outs / 2);
@@ -143,13 +148,13 @@ static int64_t scale_row(const channel_place *at)
   const int64_t rows = at->projection->scale.rows / at->experts, half = at->outs / 2;
   const bool apart = at->halves == 2 && !at->interleaved && !f->joined, second = apart && at->channel >= half;
   const int64_t channel = second ? at->channel - half : at->channel;
-  const int64_t row = f->block[0] ? (f->origin[0] + channel) / f->block[0] : 0;
+  const int64_t row = format_block(f->block[0], f->origin[0], channel);
   return at->expert * rows + row + (second ? rows / 2 : 0);
 }
 
 static int64_t scale_column(const cumoe_format *f, int64_t in)
 {
-  return f->block[1] ? (f->origin[1] + in) / f->block[1] : 0;
+  return format_block(f->block[1], f->origin[1], in);
 }
 
 void scale_set(const channel_place *at, int64_t in, double value)

@@ -27,6 +27,7 @@ int32_t format_code_bits(const cumoe_format *f); /* 8 or 4 */
 int32_t format_storage(const cumoe_format *f);   /* dtype of an element of a view; of a format that is not dense */
 int64_t format_unit(const cumoe_format *f);      /* codes it holds */
 int64_t format_blocks(int32_t block, int32_t origin, int64_t count);
+int64_t format_block(int32_t block, int32_t origin, int64_t at); /* of element `at` of an axis */
 bool format_is_dense(const cumoe_format *f);
 bool format_has_codes(const cumoe_format *f); /* of activations */
 

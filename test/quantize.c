@@ -6,35 +6,20 @@
 #include <math.h>
 #include <string.h>
 
+#include "codes.h"
 #include "cuda.h"
 
-/* ---- codes and scales, by their definitions ---- */
-
-static double e4m3(int code)
-{
-  const int exponent = code >> 3 & 15, mantissa = code & 7;
-  if ((code & 127) == 127) return NAN;
-  return (code & 128 ? -1 : 1) * ldexp(exponent ? 8 + mantissa : mantissa, exponent ? exponent - 10 : -9);
-}
+/* ---- codes and scales ---- */
 
 static double code_value(const cumoe_format *f, int code)
 {
-  static const double e2m1[] = {0, .5, 1, 1.5, 2, 3, 4, 6};
-  switch ((cumoe_element)f->element) {
-  case CUMOE_ELEMENT_E4M3: return e4m3(code);
-  case CUMOE_ELEMENT_E2M1: return code & 8 ? -e2m1[code & 7] : e2m1[code & 7];
-  case CUMOE_ELEMENT_S8: return (int8_t)code;
-  case CUMOE_ELEMENT_U8: return code - f->offset;
-  case CUMOE_ELEMENT_U4: return code - f->offset;
-  case CUMOE_ELEMENT_DENSE:
-  case CUMOE_ELEMENT_S4: break;
-  }
-  return NAN;
+  const bool has_offset = f->element == CUMOE_ELEMENT_U8 || f->element == CUMOE_ELEMENT_U4;
+  return element_value(f->element, (unsigned)code) - (has_offset ? f->offset : 0);
 }
 
 static bool has_four_bits(const cumoe_format *f)
 {
-  return f->element == CUMOE_ELEMENT_E2M1 || f->element == CUMOE_ELEMENT_U4;
+  return format_code_bits(f) == 4;
 }
 
 /* Whether weights ever become it. */
@@ -45,11 +30,10 @@ static bool is_used(const cumoe_format *f, int code)
   return f->element != CUMOE_ELEMENT_U8 || code != 0;
 }
 
-static double scale_value(const tensor *t, int64_t row, int64_t col)
+static double scale_at(const tensor *t, int64_t row, int64_t col)
 {
-  const int byte = t->data[row * t->cols + col];
-  if (t->dtype == CUMOE_E8M0) return byte == 255 ? NAN : ldexp(1, byte - 127);
-  return t->dtype == CUMOE_E4M3 ? e4m3(byte) : tensor_get(t, row, col);
+  const bool coded = t->dtype == CUMOE_E8M0 || t->dtype == CUMOE_E4M3;
+  return coded ? scale_value(t->dtype, t->data[row * t->cols + col]) : tensor_get(t, row, col);
 }
 
 /* ---- quantised weights ---- */
@@ -77,18 +61,14 @@ static int half_of(const sample *s, int n)
   return s->gate_order == CUMOE_UP_GATE_CONCAT || s->gate_order == CUMOE_UP_GATE_INTERLEAVED ? 1 - place : place;
 }
 
-static int blocks(int block, int origin, int count)
-{
-  return block ? (origin + count + block - 1) / block : 1;
-}
-
 /* Row of an expert's scales. */
 static int scale_row(const sample *s, int n)
 {
   const cumoe_format *f = &s->format;
   const bool apart = concatenated(s) && !f->joined;
   const int part = apart ? n / (s->out / 2) : 0, each = s->out / (apart ? 2 : 1);
-  return part * blocks(f->block[0], f->origin[0], each) + (f->block[0] ? (n % each + f->origin[0]) / f->block[0] : 0);
+  return part * (int)format_blocks(f->block[0], f->origin[0], each) +
+         (int)format_block(f->block[0], f->origin[0], n % each);
 }
 
 typedef struct scaled {
@@ -100,10 +80,10 @@ static scaled scaled_at(const sample *s, int e, int n, int k)
 {
   const cumoe_format *f = &s->format;
   const int64_t row = (int64_t)e * s->out + n;
-  const int group = f->block[1] ? (k + f->origin[1]) / f->block[1] : 0;
+  const int64_t group = format_block(f->block[1], f->origin[1], k);
   const unsigned char *codes = s->codes.data + row * s->in / (has_four_bits(f) ? 2 : 1);
   scaled r = {has_four_bits(f) ? codes[k / 2] >> k % 2 * 4 & 15 : codes[k], 0, 0};
-  r.scale = scale_value(&s->scale, e * (s->scale.rows / s->experts) + scale_row(s, n), group);
+  r.scale = scale_at(&s->scale, e * (s->scale.rows / s->experts) + scale_row(s, n), group);
   if (f->global) {
     const double global = tensor_get(&s->global, e, s->global.cols == 2 ? half_of(s, n) : 0);
     r.scale = f->global == CUMOE_GLOBAL_OVER ? r.scale / global : r.scale * global;
@@ -215,9 +195,9 @@ static void check_scales(const sample *s)
     for (int n = 0; n < s->out; n += 13)
       for (int k = 0; k < s->in; k += 48) {
         double global;
-        const int group = f->block[1] ? (k + f->origin[1]) / f->block[1] : 0;
+        const int64_t group = format_block(f->block[1], f->origin[1], k);
         const double want = wanted_scale(s, e, n, k, &global);
-        const double got = scale_value(&s->scale, e * (s->scale.rows / s->experts) + scale_row(s, n), group);
+        const double got = scale_at(&s->scale, e * (s->scale.rows / s->experts) + scale_row(s, n), group);
         if (!CHECK_MSG(fabs(got - want) <= steps[f->scale] * want * .51 + (f->scale == CUMOE_E4M3 ? 0x1p-9 : 0x1p-14),
                        "e %d n %d k %d: scale %g, must be %g", e, n, k, got, want))
           return;

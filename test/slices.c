@@ -32,18 +32,13 @@ static cumoe_array parts_of(cumoe_view stack, int64_t row, int64_t rows, int64_t
   return (cumoe_array){.data = part_of(stack, row, rows, col, cols), .expert_stride = stack.rows / EXPERTS * stack.ld};
 }
 
-static int64_t block_at(int32_t block, int32_t origin, int64_t at)
-{
-  return block ? (origin + at) / block : 0;
-}
-
 /* Of the whole's projection and format those of the slice. */
 static cumoe_projection slice_of(const cumoe_projection *p, cumoe_format *f, slice s)
 {
-  const int64_t unit = format_unit(f), n0 = block_at(f->block[0], f->origin[0], s.n),
-                n1 = block_at(f->block[0], f->origin[0], s.n + s.width - 1),
-                k0 = block_at(f->block[1], f->origin[1], s.k),
-                k1 = block_at(f->block[1], f->origin[1], s.k + s.depth - 1);
+  const int64_t unit = format_unit(f), n0 = format_block(f->block[0], f->origin[0], s.n),
+                n1 = format_block(f->block[0], f->origin[0], s.n + s.width - 1),
+                k0 = format_block(f->block[1], f->origin[1], s.k),
+                k1 = format_block(f->block[1], f->origin[1], s.k + s.depth - 1);
   const cumoe_array data = parts_of(p->data, s.n, s.width, s.k / unit, s.depth / unit);
   cumoe_projection part = *p;
   part.data = data.data;

@@ -8,6 +8,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "codes.h"
 #include "shim/layer.h"
 #include "../host/context.h"
 #include "../host/ep.h"
@@ -561,11 +562,6 @@ static void test_group_texts(void)
 
 /* ---- formats by themselves: what one needs is loaded without another ---- */
 
-static int64_t blocks(int64_t weights, int32_t block)
-{
-  return block ? (weights + block - 1) / block : 1;
-}
-
 static void lend_projection(world *w, cumoe_projection *p, const cumoe_format *f, int64_t out, int64_t in,
                             int32_t halves)
 {
@@ -576,7 +572,8 @@ static void lend_projection(world *w, cumoe_projection *p, const cumoe_format *f
                         : f->word == 4                   ? CUMOE_I32
                                                          : CUMOE_U8;
   p->data = lend_in(w, dtype, EXPERTS * halves * out, cols);
-  p->scale.data = lend_in(w, f->scale, EXPERTS * halves * blocks(out, f->block[0]), blocks(in, f->block[1]));
+  p->scale.data =
+      lend_in(w, f->scale, EXPERTS * halves * format_blocks(f->block[0], 0, out), format_blocks(f->block[1], 0, in));
   if (f->global) p->global = lend_in(w, CUMOE_F32, EXPERTS, halves);
 }
 
