@@ -10,6 +10,7 @@
 #include <string.h>
 #include <time.h>
 
+#include "kinds.h"
 #include "tinylm.h"
 
 typedef struct options {
@@ -42,28 +43,15 @@ typedef struct weights {
   cumoe_format format;
 } weights;
 
-static cumoe_format as_they_are(cumoe_format f)
-{
-  f.rows = CUMOE_ROWS_AS_THEY_ARE;
-  f.row_group = 0;
-  return f;
-}
-
-enum { WEIGHTS = 9 };
+enum {
+#define ONE(name, text, goal, format) +1
+  WEIGHTS = 1 KIND_LIST(ONE)
+};
 
 static weights weights_at(int32_t i)
 {
-  const weights all[WEIGHTS] = {
-      {"bf16", {0}},
-      {"fp8", cumoe_format_fp8_block(CUMOE_F32)},
-      {"fp8-a16", as_they_are(cumoe_format_fp8_block(CUMOE_F32))},
-      {"fp8-channel", cumoe_format_fp8_channel(CUMOE_F32)},
-      {"int8", cumoe_format_int8(CUMOE_F32)},
-      {"int4", cumoe_format_int4(128, CUMOE_BF16)},
-      {"int4-32", cumoe_format_int4(32, CUMOE_BF16)},
-      {"mxfp4", cumoe_format_mxfp4()},
-      {"nvfp4", cumoe_format_nvfp4(CUMOE_GLOBAL_TIMES)},
-  };
+#define WEIGHTS_OF(name, text, goal, format) {name, format},
+  const weights all[WEIGHTS] = {{"bf16", {0}}, KIND_LIST(WEIGHTS_OF)};
   return all[i];
 }
 
