@@ -16,6 +16,7 @@
 #define CUMOE_EXPERIMENTAL
 #include "../include/cumoe/cumoe.h"
 #include "../kernels/formats.h"
+#include "shapes.h"
 
 enum { MAX_INPUTS = 8, MAX_TOKENS = 32, MAX_FORCED = 16, MAX_BUFFERS = 160, MAX_KINDS = 16 };
 
@@ -52,15 +53,6 @@ typedef struct options {
   bool quick, coarse, grouped, list; /* quick: short samples; coarse: shorter still, for bench/tune */
   bool apart;                        /* a replay of one call at a time, waited for, as peer_time.py has it */
 } options;
-
-typedef enum shape_when { SHAPE_always, SHAPE_request, SHAPE_cpu } shape_when;
-
-typedef struct shape {
-  const char *name;
-  int32_t experts, top_k, hidden, inter;
-  cumoe_routing routing;
-  shape_when when;
-} shape;
 
 /* What the floor is made of: reading, and products of 16 bits and of 8. */
 typedef struct rates {
@@ -163,8 +155,6 @@ typedef struct cell {
 
 /* ---- opening and closing (setup.c) ---- */
 
-int32_t shape_count(void);
-shape shape_at(int32_t index);
 /* Context, stream, rates and clocks of b->o.device; bench_close after a failure too. */
 cumoe_status bench_open(bench *b);
 void bench_close(bench *b);
@@ -183,6 +173,7 @@ typedef struct work {
 typedef struct timing {
   double median, least, most; /* microseconds a call; 0: not timed */
 } timing;
+timing summary(double *samples, int32_t count); /* sorts them */
 
 /* Times all works, their samples taken in turn, so that a drifting clock or a power limit meets all alike. `clocks`,
  * read while the first work runs, may be NULL. */

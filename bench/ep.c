@@ -40,16 +40,9 @@
 #include "../host/context.h"
 #include "../host/ep.h"
 #include "nccl.h"
+#include "shapes.h"
 
 enum { MOST_RANKS = 8, SAMPLES = 5, MOST_TOKENS = 8192, NOISE = 1 << 24, STORED = 64 << 20 };
-
-typedef enum when { always, request, cpu } when;
-typedef struct model {
-  const char *name;
-  int32_t experts, top_k, hidden, inter;
-  cumoe_routing routing;
-  when when;
-} model;
 
 static const int64_t token_counts[] = {1, 8, 32, 128, 512, 2048, 8192};
 
@@ -144,12 +137,12 @@ static cumoe_view upload(const rank *r, cumoe_dtype dtype, int64_t rows, int64_t
 }
 
 /* Experts in blocks. */
-static int32_t rank_of(const model *m, int32_t expert)
+static int32_t rank_of(const shape *m, int32_t expert)
 {
   return expert * ranks / m->experts;
 }
 
-static cumoe_moe_desc describe(const model *m, int32_t local, int32_t inter)
+static cumoe_moe_desc describe(const shape *m, int32_t local, int32_t inter)
 {
   return (cumoe_moe_desc){.size = sizeof(cumoe_moe_desc),
                           .num_experts = m->experts,
@@ -160,7 +153,7 @@ static cumoe_moe_desc describe(const model *m, int32_t local, int32_t inter)
                           .routing = m->routing};
 }
 
-static void bind(rank *r, const model *m, int32_t local, int32_t inter, cumoe_view up, cumoe_view down,
+static void bind(rank *r, const shape *m, int32_t local, int32_t inter, cumoe_view up, cumoe_view down,
                  cumoe_weights *weights)
 {
   const int64_t rows = local;
@@ -177,7 +170,7 @@ static void bind(rank *r, const model *m, int32_t local, int32_t inter, cumoe_vi
   check(cumoe_weights_bind(r->context, &w, weights));
 }
 
-static void open_model(rank *r, const model *m)
+static void open_model(rank *r, const shape *m)
 {
   int32_t map[CUMOE_MAX_EXPERTS], local = 0;
   const int64_t most = MOST_TOKENS * (int64_t)ranks;
@@ -238,7 +231,7 @@ static cumoe_graph end_graph(const rank *r)
 }
 
 typedef struct cell {
-  const model *model;
+  const shape *model;
   int64_t tokens;
   uint32_t flags;
   int32_t lanes;
@@ -353,7 +346,7 @@ static void change_limits(cumoe_group handle)
 
 static member join(rank *r, const cell *c)
 {
-  const model *m = c->model;
+  const shape *m = c->model;
   cumoe_group_config config = config_of(r, c);
   int32_t places[CUMOE_MAX_EXPERTS], next[MOST_RANKS] = {0};
   member one = {0};
@@ -386,7 +379,7 @@ static void leave(const rank *r, member *one)
 
 static void launch_layer(const rank *r, const cell *c, const member *one, int32_t lane, cumoe_stream stream)
 {
-  const model *m = c->model;
+  const shape *m = c->model;
   const int64_t tokens = c->tokens / c->lanes, first = lane * tokens * m->hidden;
   cumoe_view_mut ids = cumoe_buffer_view_mut(one->ids);
   ids.data = (int32_t *)ids.data + lane * tokens * m->top_k;
@@ -437,7 +430,7 @@ static void time_lanes(rank *r, const cell *c, member *one)
 
 static void launch_gate(const rank *r, const cell *c, cumoe_view_mut ids, cumoe_view_mut weights)
 {
-  const model *m = c->model;
+  const shape *m = c->model;
   const cumoe_view x = cumoe_matrix(r->x.data, CUMOE_BF16, c->tokens, m->hidden, m->hidden), none = {0};
   const cumoe_view_mut logits = cumoe_matrix_mut(r->logits.data, CUMOE_F32, c->tokens, m->experts, m->experts);
   check(cumoe_router(r->context, x, r->router, none, logits, r->stream));
@@ -464,7 +457,7 @@ static void time_gate(rank *r, const cell *c)
 static double time_rows(rank *r, const cell *c, cumoe_plan plan, cumoe_weights weights, cumoe_view map,
                         const int32_t *ids, int64_t rows, bool gated)
 {
-  const model *m = c->model;
+  const shape *m = c->model;
   const int64_t there = rows > 0 ? rows : 1;
   cumoe_buffer workspace, some, x, chosen, gate_ids, gate_weights;
   size_t bytes;
@@ -587,7 +580,7 @@ static double time_move(const rank *r, const cell *c, const group *g, move which
 /* The shard's layer over what has arrived, as host/ep.c has it. */
 static cumoe_moe_args shard_args(const rank *r, const cell *c, const member *one, const group *g, const ep_args *a)
 {
-  const model *m = c->model;
+  const shape *m = c->model;
   const int64_t rows = ranks * c->tokens;
   const char *lane = g->arena + g->at.lane;
   return (cumoe_moe_args){.size = sizeof(cumoe_moe_args),
@@ -658,7 +651,7 @@ static void exchange(const rank *r, const char *mine, int64_t step, char *to, in
 
 static void launch_peer(const rank *r, const cell *c, gathered *g, bool by_exchange)
 {
-  const model *m = c->model;
+  const shape *m = c->model;
   const int64_t rows = ranks * c->tokens, row = 2 * (int64_t)m->hidden, slots = c->tokens * m->top_k;
   const cumoe_view_mut ids = cumoe_buffer_view_mut(g->own_ids), weights = cumoe_buffer_view_mut(g->own_weights);
   launch_gate(r, c, ids, weights);
@@ -748,7 +741,7 @@ static void compare_outputs(const rank *r, const cell *c, const uint16_t *want, 
 
 static void time_peers(rank *r, const cell *c, const uint16_t *want)
 {
-  const model *m = c->model;
+  const shape *m = c->model;
   const int64_t rows = ranks * c->tokens;
   gathered g = {0};
   size_t bytes;
@@ -805,7 +798,7 @@ static void on_all(void *(*run)(void *))
   for (int32_t i = 0; i < ranks; i++) pthread_join(threads[i], NULL);
 }
 
-static void run_lanes(const model *m, int64_t tokens, uint32_t flags, int32_t lanes)
+static void run_lanes(const shape *m, int64_t tokens, uint32_t flags, int32_t lanes)
 {
   now = (cell){.model = m, .tokens = tokens, .flags = flags, .lanes = lanes};
   for (int32_t i = 0; i < ranks; i++) {
@@ -874,7 +867,7 @@ static void print_cell(void)
   fflush(stdout);
 }
 
-static void measure(const model *m, int64_t tokens)
+static void measure(const shape *m, int64_t tokens)
 {
   static const uint32_t returns[] = {0, CUMOE_GROUP_EXACT, CUMOE_GROUP_NCCL};
   for (size_t i = 0; i < sizeof returns / sizeof *returns; i++) {
@@ -922,7 +915,7 @@ static void open_comms(void)
   printf("# NCCL %d.%d.%d\n", version / 10000, version / 100 % 100, version % 100);
 }
 
-static void run_model(const model *m, int64_t most)
+static void run_model(const shape *m, int64_t most)
 {
   for (int32_t i = 0; i < ranks; i++) {
     open_rank(&all[i]);
@@ -941,10 +934,6 @@ static void run_model(const model *m, int64_t most)
 
 int main(int argc, char **argv)
 {
-#define SHAPE(name, experts, top_k, hidden, inter, routing, when) {name, experts, top_k, hidden, inter, routing, when},
-  const model models[] = {
-#include "shapes.def"
-  };
   const char *named = NULL;
   int64_t most = MOST_TOKENS;
   check_cuda(cudaGetDeviceCount(&gpus));
@@ -973,7 +962,9 @@ int main(int argc, char **argv)
   printf("%-15s %-5s %5s %8s %7s %8s %7s %8s %5s %5s %5s %5s %5s %8s %5s %8s %8s %8s %7s\n", "shape", "back", "T",
          "layer", "gate", "experts", "tax", "MB", "of", "disp", "of", "ret", "of", "lanes", "of", "ag+rs", "a2a",
          "sliced", "allred");
-  for (size_t i = 0; i < sizeof models / sizeof *models; i++)
-    if (named ? !strcmp(named, models[i].name) : models[i].when == always) run_model(&models[i], most);
+  for (int32_t i = 0; i < shape_count(); i++) {
+    const shape s = shape_at(i);
+    if (named ? !strcmp(named, s.name) : s.when == SHAPE_always) run_model(&s, most);
+  }
   return 0;
 }

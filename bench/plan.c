@@ -1,6 +1,5 @@
 /* What the plan of a layer costs the host: plan_layer for an H200, over the layers of shapes.def. Needs no GPU. */
 #include <stdio.h>
-#include <stdlib.h>
 #include <time.h>
 
 #include "bench.h"
@@ -13,12 +12,6 @@ static double now_ns(void)
   return 1e9 * (double)t.tv_sec + (double)t.tv_nsec;
 }
 
-static int by_value(const void *a, const void *b)
-{
-  const double x = *(const double *)a, y = *(const double *)b;
-  return (x > y) - (x < y);
-}
-
 static double median_ns(const machine *m, const cumoe_moe_desc *d, const layer_call *c)
 {
   enum { ROUNDS = 101, CALLS = 100 };
@@ -29,8 +22,7 @@ static double median_ns(const machine *m, const cumoe_moe_desc *d, const layer_c
     for (int i = 0; i < CALLS; ++i) grids += plan_layer(m, d, c).steps[STAGE_router].grid;
     samples[r] = (now_ns() - start) / CALLS;
   }
-  qsort(samples, ROUNDS, sizeof *samples, by_value);
-  return grids > 0 ? samples[ROUNDS / 2] : 0;
+  return grids > 0 ? summary(samples, ROUNDS).median : 0;
 }
 
 int main(void)

@@ -23,7 +23,7 @@ static int by_value(const void *a, const void *b)
   return (x > y) - (x < y);
 }
 
-static timing summary(double *samples, int32_t count)
+timing summary(double *samples, int32_t count)
 {
   qsort(samples, (size_t)count, sizeof *samples, by_value);
   return (timing){samples[count / 2], samples[0], samples[count - 1]};
