@@ -11,6 +11,12 @@ typedef struct route_pointers {
   int32_t *counts, *offsets, *row_pair, *slot_row;
 } route_pointers;
 
+static inline route_pointers route_in(char *base, const route_layout *at)
+{
+  return (route_pointers){(int32_t *)(base + at->counts), (int32_t *)(base + at->offsets),
+                          (int32_t *)(base + at->row_pair), (int32_t *)(base + at->slot_row)};
+}
+
 static inline token_count all_tokens(int64_t tokens)
 {
   return (token_count){tokens, NULL};

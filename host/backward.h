@@ -8,11 +8,6 @@
 #include "../include/cumoe/backward.h"
 #include "../kernels/backward.h"
 
-/* Offsets of a route's arrays. */
-typedef struct route_layout {
-  size_t counts, offsets, row_pair, slot_row;
-} route_layout;
-
 /* Offsets of what the forward keeps. */
 typedef struct kept_layout {
   size_t logits, ids, weights, z, shared_z, shared_logit, bytes;

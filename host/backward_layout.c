@@ -9,16 +9,6 @@ static cumoe_status check_carved(const char *name, const carver *c, int64_t toke
   return CUMOE_OK;
 }
 
-static route_layout carve_route(carver *c, const cumoe_moe_desc *d, int64_t pairs, int64_t rows)
-{
-  route_layout at;
-  at.counts = carve(c, 1, d->local_experts, 4);
-  at.offsets = carve(c, 1, d->local_experts + 1, 4);
-  at.row_pair = carve(c, rows, 1, 4);
-  at.slot_row = carve(c, pairs, 1, 4);
-  return at;
-}
-
 cumoe_status lay_out_kept(const char *name, const struct plan *plan, int64_t tokens, kept_layout *at)
 {
   const cumoe_moe_desc *d = &plan->desc;

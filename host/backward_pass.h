@@ -25,12 +25,6 @@ static inline void *region(char *base, size_t offset)
   return base + offset;
 }
 
-static inline route_pointers route_in(char *base, const route_layout *at)
-{
-  return (route_pointers){region(base, at->counts), region(base, at->offsets), region(base, at->row_pair),
-                          region(base, at->slot_row)};
-}
-
 static inline cumoe_view small_region(char *base, size_t offset, cumoe_dtype dtype, int64_t rows, int64_t cols)
 {
   return cumoe_matrix(region(base, offset), dtype, rows, cols, cols);

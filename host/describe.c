@@ -48,7 +48,7 @@ static void add_workspace(text *t, const layer_plan *p, bool shared)
   add(t,
       "workspace    %zu bytes: logits %zu, ids %zu, weights %zu, counts %zu, offsets %zu, row_pair %zu, slot_row "
       "%zu,\n",
-      w->bytes, w->logits, w->ids, w->weights, w->counts, w->offsets, w->row_pair, w->slot_row);
+      w->bytes, w->logits, w->ids, w->weights, w->route.counts, w->route.offsets, w->route.row_pair, w->route.slot_row);
   add(t, "             hist %zu, progress %zu, h %zu, few_words %zu, y %zu", w->hist, w->progress, w->h, w->few_words,
       w->y);
   if (shared) add(t, ", shared_h %zu, shared_y %zu, shared_logit %zu", w->shared_h, w->shared_y, w->shared_logit);

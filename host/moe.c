@@ -321,8 +321,7 @@ static void locate(pass *p)
   const int32_t k = p->plan->desc.routing.top_k;
   p->ids = a->ids.data ? a->ids : or_region(a->ids_out, p, at->ids, CUMOE_I32, k);
   p->weights = is_routed(a) ? a->weights : or_region(a->weights_out, p, at->weights, CUMOE_F32, k);
-  p->route =
-      (route_pointers){region(p, at->counts), region(p, at->offsets), region(p, at->row_pair), region(p, at->slot_row)};
+  p->route = route_in(p->workspace, &at->route);
 }
 
 /* ---- forward: arguments of each stage ---- */

@@ -639,6 +639,16 @@ static void carve_fixed(carver *c, const cumoe_format *f, int32_t dtype, int64_t
   *scale = carve(c, ceil_div(cols, FIXED_GROUP), SCALE_LD(rows), sizeof(float));
 }
 
+route_layout carve_route(carver *c, const cumoe_moe_desc *d, int64_t pairs, int64_t rows)
+{
+  route_layout at;
+  at.counts = carve(c, 1, d->local_experts, 4);
+  at.offsets = carve(c, 1, d->local_experts + 1, 4);
+  at.row_pair = carve(c, rows, 1, 4);
+  at.slot_row = carve(c, pairs, 1, 4);
+  return at;
+}
+
 bool plan_workspace_layout(const cumoe_moe_desc *d, int64_t tokens, workspace_layout *w)
 {
   carver c = {0, false};
@@ -649,10 +659,7 @@ bool plan_workspace_layout(const cumoe_moe_desc *d, int64_t tokens, workspace_la
   w->logits = carve(&c, tokens, router_experts(d), 4);
   w->ids = carve(&c, tokens, k, 4);
   w->weights = carve(&c, tokens, k, 4);
-  w->counts = carve(&c, 1, d->local_experts, 4);
-  w->offsets = carve(&c, 1, d->local_experts + 1, 4);
-  w->row_pair = carve(&c, pairs, 1, 4);
-  w->slot_row = carve(&c, pairs, 1, 4);
+  w->route = carve_route(&c, d, pairs, pairs);
   w->hist = carve(&c, map_room(pairs), d->local_experts, 4);
   w->progress = carve(&c, 1, PROGRESS_WORDS(pairs, d->local_experts), 4);
   w->h = carve(&c, pairs, d->inter, element);

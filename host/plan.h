@@ -7,6 +7,7 @@
 #define CUMOE_PLAN_H
 
 #include "../include/cumoe/moe.h"
+#include "carve.h"
 #include "choice.h"
 
 /* The launches of a layer, in their order. A layer has either few_up (and few_down), or map, up, down and combine. */
@@ -57,10 +58,17 @@ typedef struct cut_layout {
   int32_t part_k[2], last;
 } cut_layout;
 
+/* Offsets of a route's arrays; rows: of row_pair, a pair each or more. */
+typedef struct route_layout {
+  size_t counts, offsets, row_pair, slot_row;
+} route_layout;
+route_layout carve_route(carver *c, const cumoe_moe_desc *desc, int64_t pairs, int64_t rows);
+
 /* Byte offsets of the forward pass's regions in the workspace, each 256-byte aligned. */
 typedef struct workspace_layout {
-  size_t logits, ids, weights, counts, offsets, row_pair, slot_row, hist, progress, h, few_words, y, shared_h, shared_y,
-      shared_logit;
+  size_t logits, ids, weights;
+  route_layout route;
+  size_t hist, progress, h, few_words, y, shared_h, shared_y, shared_logit;
   size_t x_codes, x_scale, h_codes, h_scale; /* where activations are quantised, or have another order */
   size_t x_copy;                             /* of codes; other rows are copied to y */
   size_t shared_x_codes, shared_x_scale, shared_h_codes, shared_h_scale;
