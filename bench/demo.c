@@ -224,18 +224,10 @@ static int32_t *read_text(const options *o, int32_t *count)
   return NULL;
 }
 
-static int32_t likeliest(const float *logits, int32_t vocab)
-{
-  int32_t best = 0;
-  for (int32_t i = 1; i < vocab; i++)
-    if (logits[i] > logits[best]) best = i;
-  return best;
-}
-
 /* Bits that the model needs to tell the next byte. */
 static double bits_of(const float *logits, int32_t vocab, int32_t next)
 {
-  double total = 0, most = (double)logits[likeliest(logits, vocab)];
+  double total = 0, most = (double)logits[tinylm_likeliest(logits, vocab)];
   for (int32_t i = 0; i < vocab; i++) total += exp((double)logits[i] - most);
   return (log(total) - ((double)logits[next] - most)) / log(2);
 }

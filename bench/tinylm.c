@@ -736,6 +736,14 @@ bool tinylm_forward(tinylm *m, const int32_t *tokens, int32_t count, int32_t row
          make_logits(m, last, none, to) && download(m, logits, to);
 }
 
+int32_t tinylm_likeliest(const float *logits, int32_t vocab)
+{
+  int32_t best = 0;
+  for (int32_t i = 1; i < vocab; i++)
+    if (logits[i] > logits[best]) best = i;
+  return best;
+}
+
 /* ---- generation: tokens are chosen on the device, one graph each ------------------------------------- */
 
 /* The largest logit, noise added, is a token drawn with its probability.    Maddison and others, arXiv 1411.0030 */

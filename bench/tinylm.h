@@ -38,6 +38,7 @@ const char *tinylm_error(const tinylm *model);    /* text of the last call that 
 
 /* Appends `count` tokens at the current position; logits [rows, vocab] of the last `rows` of them. */
 bool tinylm_forward(tinylm *model, const int32_t *tokens, int32_t count, int32_t rows, float *logits);
+int32_t tinylm_likeliest(const float *logits, int32_t vocab);
 
 /*
  * `count` tokens more, after the last one that was run: each is drawn from the logits over the temperature (0: the

@@ -214,14 +214,6 @@ static void test_logits(const subject *s)
   case_end();
 }
 
-static int32_t likeliest(const float *logits, int32_t vocab)
-{
-  int32_t best = 0;
-  for (int32_t i = 1; i < vocab; i++)
-    if (logits[i] > logits[best]) best = i;
-  return best;
-}
-
 /* The prompt at once, then one token a step. */
 static bool greedy(const subject *s, int32_t *text)
 {
@@ -229,7 +221,7 @@ static bool greedy(const subject *s, int32_t *text)
   tinylm_rewind(s->model);
   bool good = tinylm_forward(s->model, text, START, 1, logits);
   for (int32_t i = START; good && i < TOKENS; i++) {
-    text[i] = likeliest(logits, s->config->vocab);
+    text[i] = tinylm_likeliest(logits, s->config->vocab);
     good = tinylm_forward(s->model, text + i, 1, 1, logits);
   }
   return CHECK_MSG(good, "%s", tinylm_error(s->model));
