@@ -13,6 +13,7 @@ programs_of() {
   host/ep* | host/group.c) echo badargs ep_launch staged ep ;;
   host/arenas* | host/nccl.c) echo badargs wires staged arenas ;;
   host/moe.c) echo badargs trace ep_launch image base buffer pool debug plan lifetimes abi/abi contract faults ;;
+  host/arguments.c) echo badargs trace contract backward ;;
   host/attention.c) echo badargs trace attention ;;
   host/train.c) echo badargs trace train ;;
   host/backward_check.c) echo badargs backward faults ;;
