@@ -14,7 +14,6 @@ have gcov || { skip "coverage" "gcov is not installed"; finish; }
 flags='-O0 -g0 --coverage -fprofile-update=atomic'
 rm -f "$folder"/*.gcda "$folder"/*.gcov
 shimmed=$(grep -l '^.include "shim/' test/*.c | sed 's|test/\(.*\)\.c|\1|')
-helpers="$(for h in test/*.h; do [ -f "${h%.h}.c" ] && echo "${h%.h}.c"; done) bench/tinylm.c bench/safetensors.c"
 compile "$folder" "$flags" host/*.c || exit 1
 compile "$folder" "-O1 -g0" kernels/cpu/*.c test/shim/*.c $helpers $(printf 'test/%s.c ' "$@") || exit 1
 name_images "$folder" || exit 1

@@ -21,8 +21,7 @@ programs_of() {
   *) echo badargs trace image base buffer pool debug plan lifetimes abi/abi contract faults ;;
   esac
 }
-helpers="$(for h in test/*.h; do [ -f "${h%.h}.c" ] && echo "${h%.h}.c"; done) bench/tinylm.c bench/decoder.c"
-helpers="$helpers bench/safetensors.c"
+shim_objects=$(for h in $shim_helpers; do echo "$folder/test_$h.c.o"; done)
 helper_objects=$(for h in $helpers; do echo "$folder/$(echo "$h" | tr / _).o"; done)
 
 # fails OUTPUT OBJECT SOURCE PROGRAM...: one of them fails with this object in place of the one made from the source
@@ -32,7 +31,7 @@ fails() {
   rest=$(for o in "$folder"/host_*.o; do [ "$o" = "$folder/$(echo "$source_of" | tr / _).o" ] || echo "$o"; done)
   for program; do
     case " $shimmed " in
-    *" $program "*) others="$folder/test_test.c.o $(echo "$folder"/test_shim_*.o) $wraps" ;;
+    *" $program "*) others="$shim_objects $(echo "$folder"/test_shim_*.o) $wraps" ;;
     *) others="$helper_objects $cudart" ;;
     esac
     ${CC:-cc} -o "$output" "$folder/test_$(echo "$program" | tr / _).c.o" "$object" $rest "$folder"/kernels_*.o \

@@ -2,6 +2,9 @@
 # Needs lib/obj/flags.cc and flags.archs, which `make` leaves, and no kernel: nobody without a GPU reads an image.
 lib=${LIB:-lib}
 shim_helpers='test parts oracle codes'
+# What every other program is linked with, as the Makefile has it.
+helpers="$(for h in test/*.h; do [ -f "${h%.h}.c" ] && echo "${h%.h}.c"; done)"
+helpers="$helpers bench/tinylm.c bench/decoder.c bench/safetensors.c"
 wrap=$(sed -n 's/^SHIM_WRAP *:= *//p' Makefile)
 
 # name_images FOLDER: an object with a name for every kernel image, those that not every program links among them
