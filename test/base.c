@@ -408,6 +408,8 @@ static void test_slices(cumoe_context context)
   CHECK(part.owner == buffer.id && part.dtype == CUMOE_F16 && part.device == v.device);
   CHECK_OK(cumoe_view_rows(part, 4, 0, &part)); /* in place, too */
   CHECK(part.rows == 0 && part.cols == 5);
+  CHECK_OK(cumoe_view_cols(v, 10, 0, &part)); /* nothing begins behind the last column */
+  CHECK(part.data == v.data && part.rows == 10 && part.cols == 0);
   CHECK_OK(cumoe_view_rows(v, 0, 10, &part));
   CHECK(memcmp(&part, &v, sizeof v) == 0);
   case_end();
