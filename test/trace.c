@@ -476,6 +476,41 @@ static void test_full_device(void)
   case_end();
 }
 
+/* Has memory when it is asked for the second time. */
+static int refuse_once(void *user, void **data, size_t bytes, size_t alignment, cumoe_stream stream)
+{
+  static _Alignas(256) char memory[256];
+  int *asked = user;
+  (void)bytes, (void)alignment, (void)stream;
+  if (++*asked == 1) return 1;
+  CHECK_MSG(strstr(shim_trace(), "cudaStreamSynchronize") != NULL, "%s", shim_trace());
+  *data = memory;
+  return 0;
+}
+
+static void keep_memory(void *user, void *data, size_t bytes, cumoe_stream stream)
+{
+  (void)user, (void)data, (void)bytes, (void)stream;
+}
+
+static void test_full_allocator(void)
+{
+  int asked = 0;
+  const cumoe_allocator allocator = {
+      .size = sizeof allocator, .alloc = refuse_once, .free = keep_memory, .user = &asked};
+  const cumoe_context_config config = {.size = sizeof config, .allocator = &allocator};
+  cumoe_context context = NULL;
+  cumoe_buffer buffer = {0};
+  case_begin("asked again when the stream has passed");
+  CHECK_OK(cumoe_context_create(1, &config, &context));
+  shim_mark();
+  CHECK_OK(cumoe_buffer_alloc(context, CUMOE_U8, 1, 64, NULL, &buffer));
+  CHECK(asked == 2);
+  CHECK_OK(cumoe_buffer_free(&buffer));
+  CHECK_OK(cumoe_context_destroy(context));
+  case_end();
+}
+
 /* The arena of a group's only rank, zeroed as it has to be before the group is made. */
 static cumoe_view_mut group_arena(const world *w, const cumoe_group_config *config, cumoe_buffer *arena)
 {
@@ -632,7 +667,7 @@ static int count_calls(const char *name)
 static void test_orders(void)
 {
   world w = {0};
-  cumoe_buffer a = {0}, b = {0}, plain = {0};
+  cumoe_buffer a = {0}, b = {0}, plain = {0}, empty = {0};
   void *memory = NULL;
   case_begin("for recorded uses and for copies between contexts");
   open_two(&w);
@@ -644,6 +679,14 @@ static void test_orders(void)
   shim_mark();
   CHECK_OK(cumoe_copy_between(w.other, cumoe_buffer_view_mut(b), NULL, w.context, cumoe_buffer_view(a), w.stream));
   CHECK(count_calls("cudaStreamWaitEvent") == 2);
+  shim_mark();
+  CHECK_OK(cumoe_copy_between(w.other, cumoe_buffer_view_mut(b), NULL, w.context, cumoe_buffer_view(a), NULL));
+  CHECK(count_calls("cudaStreamWaitEvent") == 2); /* NULL is a stream of each device */
+  shim_mark();
+  CHECK_OK(cumoe_buffer_alloc(w.context, CUMOE_U8, 0, 64, w.stream, &empty));
+  CHECK_OK(cumoe_buffer_record_use(empty, NULL)); /* there is nothing to free */
+  CHECK_OK(cumoe_buffer_free(&empty));
+  CHECK(count_calls("cudaEvent") == 0);
   CHECK_OK(cumoe_buffer_record_use(a, NULL));
   CHECK_OK(cumoe_buffer_record_use(plain, NULL));
   shim_mark();
@@ -657,6 +700,56 @@ static void test_orders(void)
   CHECK_OK(cumoe_context_destroy(w.context));
   CHECK_OK(cumoe_context_destroy(w.other));
   case_end();
+  shim_reset();
+}
+
+static void test_event_flags(void)
+{
+  static const struct {
+    uint32_t flags;
+    const char *asked;
+  } cases[] = {{0, "flags 2"},
+               {CUMOE_EVENT_TIMING, "flags 0"},
+               {CUMOE_EVENT_SLEEP, "flags 3"},
+               {CUMOE_EVENT_TIMING | CUMOE_EVENT_SLEEP, "flags 1"}};
+  cumoe_context context = NULL;
+  CHECK_OK(cumoe_context_create(1, NULL, &context));
+  for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+    cumoe_event event = NULL;
+    case_begin("0x%x", cases[i].flags);
+    shim_mark();
+    CHECK_OK(cumoe_event_create(context, cases[i].flags, &event));
+    CHECK_MSG(strstr(shim_trace(), cases[i].asked) != NULL, "%s", shim_trace());
+    CHECK_OK(cumoe_event_destroy(context, event));
+    case_end();
+  }
+  CHECK_OK(cumoe_context_destroy(context));
+}
+
+/* The CPU has no streams that could wait. */
+static void test_copies_to_the_cpu(void)
+{
+  world w = {0};
+  cumoe_context cpu = NULL;
+  cumoe_buffer a = {0}, b = {0};
+  open_one(&w);
+  CHECK_OK(cumoe_context_create(CUMOE_DEVICE_CPU, NULL, &cpu));
+  CHECK_OK(cumoe_buffer_alloc(w.context, CUMOE_U8, 1, 64, w.stream, &a));
+  CHECK_OK(cumoe_buffer_alloc(cpu, CUMOE_U8, 1, 64, NULL, &b));
+  for (int back = 0; back < 2; back++) {
+    case_begin(back ? "from the CPU" : "to the CPU");
+    shim_mark();
+    CHECK_OK(back ? cumoe_copy_between(w.context, cumoe_buffer_view_mut(a), w.stream, cpu, cumoe_buffer_view(b), NULL)
+                  : cumoe_copy_between(cpu, cumoe_buffer_view_mut(b), NULL, w.context, cumoe_buffer_view(a), w.stream));
+    const char *copies = strstr(shim_trace(), "cudaMemcpy");
+    CHECK_MSG(copies && strstr(copies, "cudaStreamSynchronize"), "%s", shim_trace());
+    case_end();
+  }
+  CHECK_OK(cumoe_buffer_free(&a));
+  CHECK_OK(cumoe_buffer_free(&b));
+  OWN(cudaStreamDestroy(w.stream));
+  CHECK_OK(cumoe_context_destroy(w.context));
+  CHECK_OK(cumoe_context_destroy(cpu));
   shim_reset();
 }
 
@@ -1561,10 +1654,13 @@ static const test_group groups[] = {
     ALONE("few tokens of other layers", test_not_few, ONCE),
     ALONE("machines", test_machines, ONCE),
     ALONE("a full device", test_full_device, ONCE),
+    ALONE("a full allocator", test_full_allocator, ONCE),
     ALONE("a group's abort", test_group_abort, ONCE),
     ALONE("texts of a group", test_group_texts, ONCE),
     ALONE("each format by itself", test_formats_alone, ONCE),
     ALONE("streams that wait", test_orders, ONCE),
+    ALONE("flags of events", test_event_flags, ONCE),
+    ALONE("copies that have arrived", test_copies_to_the_cpu, ONCE),
     ALONE("a copy that is released", test_release_of_a_copy, ONCE),
     ALONE("peers", test_peers, ONCE),
     ALONE("refused in a capture", test_refused_in_capture, ONCE),
