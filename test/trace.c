@@ -703,6 +703,29 @@ static void test_orders(void)
   shim_reset();
 }
 
+/* CUDA says so by an error, which nobody is left with. */
+static void test_pending(void)
+{
+  cumoe_context context = NULL;
+  cumoe_event event = NULL;
+  cumoe_progress progress = CUMOE_DONE;
+  float milliseconds = 1;
+  case_begin("an event");
+  CHECK_OK(cumoe_context_create(1, NULL, &context));
+  CHECK_OK(cumoe_event_create(context, CUMOE_EVENT_TIMING, &event));
+  make_current(ITS_DEVICE);
+  shim_fail(SHIM_CUDA, 3, false, cudaErrorNotReady); /* after the context and the mode of captures */
+  CHECK_OK(cumoe_event_query(context, event, &progress));
+  CHECK(progress == CUMOE_PENDING && shim_last_error() == cudaSuccess);
+  shim_fail(SHIM_CUDA, 3, false, cudaErrorNotReady);
+  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_event_elapsed(context, event, event, &milliseconds));
+  CHECK(milliseconds == 0 && shim_last_error() == cudaSuccess);
+  shim_heal();
+  CHECK_OK(cumoe_event_destroy(context, event));
+  CHECK_OK(cumoe_context_destroy(context));
+  case_end();
+}
+
 static void test_event_flags(void)
 {
   static const struct {
@@ -1660,6 +1683,7 @@ static const test_group groups[] = {
     ALONE("each format by itself", test_formats_alone, ONCE),
     ALONE("streams that wait", test_orders, ONCE),
     ALONE("flags of events", test_event_flags, ONCE),
+    ALONE("what is pending", test_pending, ONCE),
     ALONE("copies that have arrived", test_copies_to_the_cpu, ONCE),
     ALONE("a copy that is released", test_release_of_a_copy, ONCE),
     ALONE("peers", test_peers, ONCE),
