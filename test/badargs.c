@@ -2045,6 +2045,8 @@ static int change_combine(int which, arguments *a, expectation *e)
   CHANGE(INVALID_ARGUMENT, "args.shared must", leave_unreduced(a), c->shared = full.shared)
   CHANGE(INVALID_ARGUMENT, "args.residual must", leave_unreduced(a), c->residual = full.residual)
   CHANGE(INVALID_ARGUMENT, "args.pair_weights must", leave_unreduced(a), c->pair_weights = full.pair_weights)
+  CHANGE(INVALID_ARGUMENT, "args.out overlaps args.residual",
+         c->residual = cumoe_matrix(c->out.data, (cumoe_dtype)c->out.dtype, 1, c->out.cols, c->out.ld))
   CHANGE(INVALID_ARGUMENT, "args.out_scale is inf", c->out_scale = INFINITY)
   CHANGE(INVALID_ARGUMENT, "args.y is absent, must be [>= 6, 64]", c->y = no_view())
   CHANGE(INVALID_ARGUMENT, "args.shared_logit must be absent: there is no args.shared", c->shared = no_view(),
@@ -2468,12 +2470,31 @@ static void short_view(const argument *f, cumoe_view v)
   CHECK_OK(cumoe_buffer_free(&small));
 }
 
+/* What a call may write in its place, it may not write a row further on, or with other gaps between rows. */
+static void out_of_place(const argument *f, const argument *g, cumoe_view v)
+{
+  const cumoe_view with = right_view(g);
+  const char *second = (const char *)with.data + with.ld * (int64_t)cumoe_dtype_bytes((cumoe_dtype)with.dtype);
+  if (with.data == NULL || with.rows < 2) return;
+  v.data = second;
+  if ((uintptr_t)second % (f->align > 16 ? f->align : 16) == 0)
+    WRONG(cumoe_view, f->at, v, CUMOE_ERR_INVALID_ARGUMENT, " overlaps ", "begins in another's second row");
+  v.data = with.data;
+  v.ld += 16;
+  if (v.rows > 1 && !(f->traits & PACKED))
+    WRONG(cumoe_view, f->at, v, CUMOE_ERR_INVALID_ARGUMENT, " overlaps ", "has other gaps than another");
+}
+
 /* What a call writes begins where another view of the call begins, or its weights. */
 static void overlapping(const argument *f, cumoe_view v)
 {
   for (int i = 0; i < now->count && f->traits & OUT; i++) {
     const argument *g = &now->arguments[i];
-    if (g == f || (g->kind != A_VIEW && g->kind != A_WEIGHTS) || g->traits & IN_PLACE) continue;
+    if (g == f || (g->kind != A_VIEW && g->kind != A_WEIGHTS)) continue;
+    if (g->traits & IN_PLACE) {
+      out_of_place(f, g, v);
+      continue;
+    }
     v.data = g->kind == A_WEIGHTS ? bench.bound : right_view(g).data;
     if (v.data && (uintptr_t)v.data % 256 == 0)
       WRONG(cumoe_view, f->at, v, CUMOE_ERR_INVALID_ARGUMENT, " overlaps ", "begins with another");
