@@ -1866,7 +1866,7 @@ static int change_formats(int which, arguments *a, expectation *e)
 /* What the two descriptions have to say of each other. */
 static int change_bind_formats(int which, arguments *a, expectation *e)
 {
-  static const void *gap[EXPERTS];
+  static const void *gap[EXPERTS], *odd[EXPERTS];
   cumoe_weights_desc *d = &a->bind;
   cumoe_projection *up = &d->gate_up, *down = &d->down;
   const cumoe_projection dense = {.data = {.data = down->data.data,
@@ -1902,6 +1902,8 @@ static int change_bind_formats(int which, arguments *a, expectation *e)
   CHANGE(INVALID_ARGUMENT, "desc.gate_up.scale has both data and per_expert", up->scale.per_expert = gap)
   CHANGE(INVALID_ARGUMENT, "desc.gate_up.scale.per_expert[0] is null", up->scale.data.data = NULL,
          up->scale.expert_stride = 0, up->scale.per_expert = gap)
+  CHANGE(MISALIGNED, "desc.down.scale.per_expert[0]", odd[0] = (const char *)down->scale.data.data + 1,
+         down->scale.data.data = NULL, down->scale.expert_stride = 0, down->scale.per_expert = odd)
   CHANGE(INVALID_ARGUMENT, "desc.down.scale must be absent: desc.down_format is dense", d->down_format = none,
          *down = dense, down->scale = up->scale)
   CHANGE(INVALID_ARGUMENT, "desc.down.zero is absent", down->zero = (cumoe_array){.expert_stride = 0})
@@ -1933,6 +1935,14 @@ static int change_bind_formats(int which, arguments *a, expectation *e)
          up->data.device = down->data.device, d->gate_order = CUMOE_GATE_UP_INTERLEAVED)
   CHANGE(LAYOUT, "desc.gate_up must be absent", d->gate_order = CUMOE_UNGATED, up->data = no_view(),
          up->expert_stride = 0, up->global = no_view())
+  CHANGE(LAYOUT, "and so must their scales", d->gate_order = CUMOE_GATE_UP_SEPARATE, up->data.rows = WIDE,
+         up->scale.data.rows = WIDE, up->global.cols = up->global.ld = 1, d->gate = d->up = *up,
+         *up = (cumoe_projection){.expert_stride = 0}, d->up.global.ld = 2)
+  CHANGE(LAYOUT, "desc.up must be absent", d->up.scale = down->scale)
+  CHANGE(LAYOUT, "desc.up must be absent", d->up.zero = down->zero)
+  CHANGE(LAYOUT, "desc.up must be absent", d->up.order = down->zero)
+  CHANGE(LAYOUT, "desc.up must be absent", d->up.global = up->global)
+  CHANGE(LAYOUT, "desc.up must be absent", d->up.input_scale = up->global)
   return n;
 }
 
