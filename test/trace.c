@@ -749,6 +749,36 @@ static void test_event_flags(void)
   CHECK_OK(cumoe_context_destroy(context));
 }
 
+/* A caller's kernel, looked up twice: what the first was promised stays. */
+static void test_functions(void)
+{
+  static const char ptx[] = ".version 8.0\n.target sm_80\n.address_size 64\n";
+  world w = {.next = SHIM_LENT};
+  cumoe_module module = {0};
+  cumoe_function more = {0}, less = {0};
+  uint32_t threads = 0;
+  cumoe_launch l = cumoe_launch_elements(1000, NULL);
+  case_begin("shared memory");
+  open_one(&w);
+  const cumoe_arg args[4] = {cumoe_arg_view(lend_in(&w, CUMOE_F32, 1, 1000)),
+                             cumoe_arg_view(lend_in(&w, CUMOE_F32, 1, 1000)),
+                             cumoe_arg_view_mut(lend(&w, CUMOE_F32, 1, 1000)), cumoe_arg_i32(1000)};
+  CHECK_OK(cumoe_module_load(w.context, ptx, sizeof ptx, &module));
+  CHECK_OK(cumoe_module_function(module, "add", 100 * 1024, &more));
+  CHECK_OK(cumoe_module_function(module, "add", 1024, &less));
+  l.dynamic_smem = 100 * 1024;
+  CHECK_OK(cumoe_launch_kernel(more, &l, args, 4));
+  case_end();
+  case_begin("the largest of equal blocks");
+  CHECK_OK(cumoe_function_block(more, 0, &threads));
+  CHECK_MSG(threads == 1024, "%u", threads);
+  case_end();
+  case_begin("end");
+  CHECK_OK(cumoe_module_unload(&module));
+  end_world(&w);
+  case_end();
+}
+
 /* The CPU has no streams that could wait. */
 static void test_copies_to_the_cpu(void)
 {
@@ -1682,6 +1712,7 @@ static const test_group groups[] = {
     ALONE("texts of a group", test_group_texts, ONCE),
     ALONE("each format by itself", test_formats_alone, ONCE),
     ALONE("streams that wait", test_orders, ONCE),
+    ALONE("kernels of the caller's", test_functions, ONCE),
     ALONE("flags of events", test_event_flags, ONCE),
     ALONE("what is pending", test_pending, ONCE),
     ALONE("copies that have arrived", test_copies_to_the_cpu, ONCE),

@@ -481,7 +481,7 @@ CUresult kernel_parameter(CUkernel kernel, size_t index, size_t *offset, size_t 
   return shim_end_driver(error == cudaSuccess ? parameter_of(kernel, index, offset, bytes) : error);
 }
 
-/* ---- occupancy: what fits one block fits two ---- */
+/* ---- occupancy: as many blocks as 2048 threads are ---- */
 
 static cudaError_t occupancy(const void *kernel, int *out, int value)
 {
@@ -493,7 +493,7 @@ static cudaError_t occupancy(const void *kernel, int *out, int value)
 
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, const void *kernel, int threads, size_t smem)
 {
-  return occupancy(kernel, blocks, threads <= shim.max_threads && smem <= (size_t)shim.smem ? 2 : 0);
+  return occupancy(kernel, blocks, threads <= shim.max_threads && smem <= (size_t)shim.smem ? 2048 / threads : 0);
 }
 
 cudaError_t cudaOccupancyAvailableDynamicSMemPerBlock(size_t *bytes, const void *kernel, int blocks, int threads)
