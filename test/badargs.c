@@ -2034,6 +2034,14 @@ static int change_router(int which, arguments *a, expectation *e)
 {
   int n = 0;
   CHANGE(INVALID_ARGUMENT, "weight.rows is 1025", a->v[1].rows = 1025)
+  CHANGE(INVALID_ARGUMENT, "weight.cols is 0, must be", a->v[0].cols = a->v[1].cols = 0)
+  return n;
+}
+
+static int change_chosen(int which, arguments *a, expectation *e)
+{
+  int n = 0;
+  CHANGE(INVALID_ARGUMENT, "select_bias must be absent: args.chosen", a->gate.select_bias = a->gate.expert_scale)
   return n;
 }
 
@@ -2314,6 +2322,7 @@ static const struct {
                {"cumoe_variant_force", "plain", change_force},
                {"cumoe_variant_get", "plain", change_force},
                {"cumoe_router", "plain", change_router},
+               {"cumoe_gate_with", "chosen", change_chosen},
                {"cumoe_combine", "plain", change_combine},
                {"cumoe_matmul", "plain", change_matmul},
                {"cumoe_softmax", "plain", change_softmax},
