@@ -97,7 +97,7 @@ static cumoe_format random_format(rng *r)
   case 1: f = cumoe_format_fp8_tensor((cumoe_rows)rng_below(r, 3)); break;
   case 2: f = cumoe_format_fp8_channel(CUMOE_F32); break;
   case 3: f = cumoe_format_int8(CUMOE_F16), f.rows = (int32_t)rng_below(r, 2) * CUMOE_ROWS_TOKEN; break;
-  case 4: f = cumoe_format_int4(32 << rng_below(r, 3), CUMOE_BF16); break;
+  case 4: f = cumoe_format_int4(rng_below(r, 4) ? 32 << rng_below(r, 3) : 96, CUMOE_BF16); break;
   case 5: f = cumoe_format_mxfp4(); break;
   case 6: f = cumoe_format_nvfp4(CUMOE_GLOBAL_TIMES); break;
   case 7: f = cumoe_format_affine4(32 << rng_below(r, 3), CUMOE_BF16); break;
