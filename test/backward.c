@@ -1490,12 +1490,14 @@ static void test_gate_stage(cumoe_context context)
 }
 
 /* Without d_weights nothing comes from the experts: zeros, or what is added to. */
-static void run_unweighted(cumoe_context context, bool added)
+static void run_unweighted(cumoe_context context, bool added, int32_t always)
 {
   layer_spec s = layer_spec_new(CUMOE_F32, 5, HIDDEN, INTER);
   s.expert_scale = true;
   s.input = INPUT_LOGITS;
-  case_begin("the gate alone, of losses, expert_scale%s", added ? ", added" : "");
+  s.desc.routing.always_experts = always;
+  if (always) s.desc.routing.score = CUMOE_SCORE_SIGMOID;
+  case_begin("the gate alone, of losses, expert_scale%s, %d always", added ? ", added" : "", (int)always);
   const layer_inputs in = layer_inputs_new(&s);
   const int64_t experts = in.logits.cols, k = s.desc.routing.top_k;
   const tensor ids = tensor_new(CUMOE_I32, s.tokens, k), before = tensor_new(CUMOE_F32, 1, experts);
@@ -1521,8 +1523,37 @@ static void run_unweighted(cumoe_context context, bool added)
 
 static void test_gate_unweighted(cumoe_context context)
 {
-  run_unweighted(context, false);
-  run_unweighted(context, true);
+  for (int32_t always = 0; always < 2; always++) {
+    run_unweighted(context, false, always);
+    run_unweighted(context, true, always);
+  }
+}
+
+/* Losses of no token are 0, and so is what comes from none. */
+static void test_gate_of_no_tokens(cumoe_context context)
+{
+  enum { EXPERTS = 8, K = 2 };
+  for (int added = 0; added < 2; added++) {
+    case_begin("the gate alone, no tokens%s", added ? ", added" : "");
+    const tensor three = tensor_new(CUMOE_F32, 1, EXPERTS), two = tensor_new(CUMOE_F32, 1, 2);
+    for (int64_t e = 0; e < EXPERTS; e++) tensor_set(&three, 0, e, 3);
+    tensor_set(&two, 0, 0, 3), tensor_set(&two, 0, 1, 3);
+    const cumoe_gate_backward_args a = {.size = sizeof a,
+                                        .flags = added ? CUMOE_BACKWARD_ACCUMULATE : 0,
+                                        .routing = cumoe_routing_mixtral(K),
+                                        .balance = .1f,
+                                        .logits = cumoe_matrix(NULL, CUMOE_F32, 0, EXPERTS, EXPERTS),
+                                        .ids = cumoe_matrix(NULL, CUMOE_I32, 0, K, K),
+                                        .expert_scale = device_put(context, &three, 0),
+                                        .d_logits = cumoe_matrix_mut(NULL, CUMOE_F32, 0, EXPERTS, EXPERTS),
+                                        .d_expert_scale = as_mut(device_put(context, &three, 0)),
+                                        .losses = as_mut(device_put(context, &two, 0))};
+    CHECK_OK(cumoe_gate_backward(context, &a, NULL));
+    const tensor losses = take(context, a.losses), sums = take(context, a.d_expert_scale);
+    CHECK(tensor_get(&losses, 0, 0) == 0 && tensor_get(&losses, 0, 1) == 0);
+    for (int64_t e = 0; e < EXPERTS; e++) CHECK(tensor_get(&sums, 0, e) == (added ? 3 : 0));
+    case_end();
+  }
 }
 
 typedef struct stage_rows {
@@ -1808,6 +1839,7 @@ static const test_group groups[] = {
     GROUP("losses", test_losses, ANYWHERE),
     GROUP("gate alone", test_gate_stage, ANYWHERE),
     GROUP("gate without weights", test_gate_unweighted, ANYWHERE),
+    GROUP("gate of no tokens", test_gate_of_no_tokens, ANYWHERE),
     GROUP("products alone", test_product_stages, ANYWHERE),
     GROUP("not finite", test_not_finite, ANYWHERE),
     GROUP("hostile", test_hostile_kept, ANYWHERE),

@@ -339,7 +339,7 @@ static void test_over_weights(cumoe_context context)
   one.down.data.rows = HIDDEN;
   one.gate.bias.rows = one.up.bias.rows = one.down.bias.rows = 1;
   one.down.data = l.args.x; /* in memory of its own */
-  one.down.data.data = give(&l, UNUSED, HIDDEN, INTER).data;
+  one.down.data.data = give(&l, UNUSED, 64, 1024).data;
   one.down.data.rows = HIDDEN;
   one.down.data.cols = one.down.data.ld = INTER;
   one.down.data.owner = 0;
@@ -352,6 +352,10 @@ static void test_over_weights(cumoe_context context)
   CHECK_OK(cumoe_weights_bind(context, &one, &l.args.shared));
   CHECK_OK(forward(&l));
   refuse(&l, &l.args.out, one.down.data.data, "args.out overlaps args.shared: down");
+  CHECK_OK(cumoe_moe_kept(l.plan, TOKENS, &bytes));
+  const cumoe_view_mut kept = cumoe_vector_mut((void *)(uintptr_t)one.down.data.data, CUMOE_U8, (int64_t)bytes);
+  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_moe_forward_keep(l.plan, l.weights, &l.args, kept, NULL));
+  CHECK_TEXT("kept overlaps args.shared: down");
   CHECK_OK(cumoe_buffer_free(&l.buffers[UP])); /* both are bound to it: the first is named */
   CHECK_STALE(forward(&l), "weights: up is");
   CHECK_OK(cumoe_weights_destroy(l.args.shared));
