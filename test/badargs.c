@@ -2268,6 +2268,13 @@ static int change_attended(int which, arguments *a, expectation *e)
   return n;
 }
 
+static int change_global_norm(int which, arguments *a, expectation *e)
+{
+  int n = 0;
+  CHANGE(INVALID_ARGUMENT, "args.norm overlaps args.factor", a->global.count = 0, a->global.factor = a->global.norm)
+  return n;
+}
+
 static int change_adamw(int which, arguments *a, expectation *e)
 {
   int n = 0;
@@ -2328,6 +2335,7 @@ static const struct {
                {"cumoe_softmax", "plain", change_softmax},
                {"cumoe_softmax_backward", "plain", change_softmax_backward},
                {"cumoe_rmsnorm_backward", "plain", change_norm_backward},
+               {"cumoe_global_norm", "plain", change_global_norm},
                {"cumoe_adamw", "plain", change_adamw},
                {"cumoe_attention", "plain", change_attention},
                {"cumoe_attention", "paged", change_paged},

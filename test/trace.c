@@ -13,6 +13,7 @@
 #include "../host/context.h"
 #include "../host/ep.h"
 #include "../host/tmap.h"
+#include "../kernels/attention.h"
 #include "../kernels/backward.h"
 
 typedef struct launching {
@@ -1506,6 +1507,7 @@ static void training(world *w)
                                   .heads = 2,
                                   .kv_heads = 2,
                                   .head_dim = 16,
+                                  .softcap = 0x1p60f,
                                   .q = lend_in(w, CUMOE_BF16, 100, 32),
                                   .k = lend_in(w, CUMOE_BF16, 100, 32),
                                   .v = lend_in(w, CUMOE_BF16, 100, 32),
@@ -1524,6 +1526,8 @@ static void training(world *w)
                   0,
               "the kernels are: %s", kernels);
   }
+  const attention_args *told = shim_last_args("attention");
+  CHECK(told != NULL && told->softcap == 0); /* one that changes no score would overflow */
 }
 
 /* Rows of a forward that keeps: by one kernel that copies x ahead and hands over by expert; without it by two. */
