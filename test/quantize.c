@@ -686,6 +686,8 @@ static void test_refusals(cumoe_context context)
   REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "dense", a.format = (cumoe_format){0});
   REFUSED(CUMOE_ERR_NOT_SUPPORTED, "block[0]", a.format.block[0] = 2);
   REFUSED(CUMOE_ERR_NOT_SUPPORTED, "offset", a.format.zero = 0);
+  REFUSED(CUMOE_ERR_NOT_SUPPORTED, "offset 0 + zero_add -16, must be", a.format.zero_add = -16);
+  REFUSED(CUMOE_ERR_NOT_SUPPORTED, "offset 15 + zero_add 1, must be", (a.format.offset = 15, a.format.zero_add = 1));
   REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "args.zero is absent", a.zero = no_view_mut());
   REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "args.global must be absent", a.global = a.scale);
   REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "args.scale.cols", a.scale.cols--);
