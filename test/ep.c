@@ -493,7 +493,7 @@ typedef enum trouble {
 
 /* How those that are left and one that is left out come together. */
 typedef struct meeting {
-  _Atomic int joined, started, left, haunted;
+  _Atomic int joined, started, looked, left, haunted;
   bool haunts; /* it is alive */
 } meeting;
 
@@ -984,6 +984,9 @@ static void *outlive(void *argument)
     atomic_fetch_add(&r->meeting->haunted, 1);
   } else {
     keep(r, go_ahead(r));
+    atomic_fetch_add(&r->meeting->looked, 1);
+    meet(&r->meeting->looked, r->w->ranks - 1);
+    if (r->number == !LOST) keep(r, cumoe_group_abort(r->group)); /* nothing of it is left without LOST */
     keep(r, cumoe_group_set_active(r->group, rest));
     rest[0] |= (uint64_t)1 << LOST;
     if (cumoe_group_set_active(r->group, rest) != CUMOE_ERR_INVALID_ARGUMENT ||

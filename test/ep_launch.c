@@ -478,6 +478,16 @@ static void masks(void)
   CHECK_TEXT("active leaves out no rank");
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_group_set_active(m.group, &nobody));
   CHECK_TEXT("active leaves out rank 0");
+  group *g;
+  CHECK_OK(find_group(m.group, &g)); /* as if it were one of more ranks: a word of the mask is full at 64 */
+  const uint64_t all[] = {UINT64_MAX, 2}, here = g->ways.active[0];
+  g->shape.ranks = 64, g->ways.active[0] = UINT64_MAX;
+  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_group_set_active(m.group, all));
+  CHECK_TEXT("active leaves out no rank");
+  g->shape.ranks = 65;
+  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_group_set_active(m.group, all));
+  CHECK_TEXT("active[1] is 0x2, has a rank past");
+  g->shape.ranks = 1, g->ways.active[0] = here;
   leave(&m);
   case_end();
 }
