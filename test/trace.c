@@ -6,12 +6,14 @@
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "codes.h"
 #include "shim/layer.h"
 #include "../host/context.h"
 #include "../host/ep.h"
+#include "../host/handles.h"
 #include "../host/tmap.h"
 #include "../kernels/attention.h"
 #include "../kernels/backward.h"
@@ -777,6 +779,24 @@ static void test_functions(void)
   case_begin("end");
   CHECK_OK(cumoe_module_unload(&module));
   end_world(&w);
+  case_end();
+}
+
+/* A slot whose generations are used up is left alone: its first handle would be valid again. */
+static void test_generations(void)
+{
+  HANDLE_TABLE(table, uint64_t);
+  const uint64_t record = 7;
+  uint64_t was = 0;
+  case_begin("used up");
+  const uint64_t first = handle_publish(&table, &record);
+  CHECK(first == ((uint64_t)1 << 32 | 1) && handle_retire(&table, first, &was) && was == 7);
+  *(uint32_t *)(void *)table.chunks[0] = UINT32_MAX - 1; /* of the first slot: its last dead one */
+  const uint64_t last = handle_publish(&table, &record);
+  CHECK(last == ((uint64_t)UINT32_MAX << 32 | 1) && handle_retire(&table, last, &was));
+  const uint64_t next = handle_publish(&table, &record);
+  CHECK_MSG(next == ((uint64_t)1 << 32 | 2) && !handle_lives(&table, first), "%#llx", (unsigned long long)next);
+  free(table.chunks[0]);
   case_end();
 }
 
@@ -1717,6 +1737,7 @@ static const test_group groups[] = {
     ALONE("each format by itself", test_formats_alone, ONCE),
     ALONE("streams that wait", test_orders, ONCE),
     ALONE("kernels of the caller's", test_functions, ONCE),
+    ALONE("generations of handles", test_generations, ONCE),
     ALONE("flags of events", test_event_flags, ONCE),
     ALONE("what is pending", test_pending, ONCE),
     ALONE("copies that have arrived", test_copies_to_the_cpu, ONCE),
