@@ -2738,6 +2738,14 @@ static void bad_weights(const rank *r, const cumoe_ep_args *e)
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_ep_forward(r->group, inside, e, NULL));
   CHECK_TEXT("the group's arena overlaps weights: down");
   CHECK_OK(cumoe_weights_destroy(inside));
+  cumoe_moe_args a = *e->layer;
+  cumoe_ep_args with = *e;
+  w.shared_down.data = (unsigned char *)r->arena + 1024;
+  CHECK_OK(bind_shared(&w, r->context, &inside));
+  a.shared = inside, with.layer = &a;
+  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_ep_forward(r->group, r->weights, &with, NULL));
+  CHECK_TEXT("the group's arena overlaps args.shared: down");
+  CHECK_OK(cumoe_weights_destroy(inside));
 }
 
 static void bad_forward(rank *r)
@@ -2817,7 +2825,14 @@ static void bad_masks(cumoe_group of)
 
 static void arguments(void)
 {
-  world w = {.ranks = 1, .experts = 6, .top_k = 2, .dtype = CUMOE_BF16, .capacity = 5, .tokens = {5}, .exact = true};
+  world w = {.ranks = 1,
+             .experts = 6,
+             .top_k = 2,
+             .dtype = CUMOE_BF16,
+             .capacity = 5,
+             .tokens = {5},
+             .exact = true,
+             .shared = true};
   rank r = {.w = &w, .all = &r};
   size_t bytes = 0;
   void *arenas[1];
