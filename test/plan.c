@@ -251,6 +251,7 @@ static bool row_can(const variant *v, const gpu *g, const op_shape *s)
   if (few && s->by_expert) return false;
   if (few && s->rows_mode != ROWS_AS_THEY_ARE && s->rows_mode != ROWS_GROUP) return false;
   const bool scaled = v->format > (int8_t)DENSE_FORMATS;
+  if (v->x == DT_I8 && v->scale == SCALE_out && s->k >= 1 << 17) return false; /* sums of 32 bits */
   const bool whole = v->format == FORMAT_u4 && (v->form == FORM_fixed || v->form == FORM_drawn);
   if (v->form == FORM_drawn && !s->in_one) return false;
   const int32_t run = v->scale == SCALE_out                            ? 1 << 30
