@@ -1957,6 +1957,9 @@ static int change_bind_static(int which, arguments *a, expectation *e)
          d->up.input_scale.cols = d->up.input_scale.ld = 2)
   CHANGE(LAYOUT, "desc.gate.input_scale and desc.up.input_scale must be one", d->up.input_scale = other)
   CHANGE(INVALID_ARGUMENT, "desc.gate.input_scale.rows is 1, must be", d->up_format.rows = CUMOE_ROWS_STATIC_EXPERT)
+  CHANGE(LAYOUT, "desc.gate.input_scale and desc.up.input_scale must be one",
+         d->up_format.rows = CUMOE_ROWS_STATIC_EXPERT, d->gate.input_scale.rows = d->up.input_scale.rows = d->experts,
+         d->up.input_scale.ld = 3)
   CHANGE(LAYOUT, "and so must their scales", d->up.scale.expert_stride = 2)
   CHANGE(LAYOUT, "and so must their scales", d->up.scale.data.ld = 2)
   CHANGE(INVALID_ARGUMENT, "desc.down.input_scale must be absent", d->down.input_scale = other)
