@@ -120,6 +120,16 @@ cumoe_status check_device_tokens(struct context *context, const char *name, cumo
   return check_optional(context, &want, tokens);
 }
 
+cumoe_status check_rows_or_one(struct context *context, const operand *want, cumoe_view view)
+{
+  const operand one = {want->name, 1, want->cols, want->dtypes, want->align};
+  if (absent(&view)) return CUMOE_OK;
+  TRY(check_owner(context, want->name, &view));
+  REQUIRE(view.rows == 1 || view.rows == want->rows, CUMOE_ERR_INVALID_ARGUMENT, "%s.rows is %lld, must be %lld, or 1",
+          want->name, (long long)view.rows, (long long)want->rows);
+  return check_operand(context, view.rows == 1 ? &one : want, view);
+}
+
 cumoe_status check_workspace_view(struct context *context, const char *name, cumoe_view view, size_t need)
 {
   if (need == 0) return CUMOE_OK;

@@ -34,6 +34,7 @@ cumoe_status check_counted(struct context *context, const operand *want, cumoe_v
 cumoe_status check_optional(struct context *context, const operand *want, cumoe_view view); /* absent is fine */
 /* How many tokens there are, [1, 1] i32, or absent. */
 cumoe_status check_device_tokens(struct context *context, const char *name, cumoe_view tokens);
+cumoe_status check_rows_or_one(struct context *context, const operand *want, cumoe_view view); /* absent is fine */
 /* [1, bytes] u8, 256-byte aligned, with room for `need`; of 0 none is looked at. */
 cumoe_status check_workspace_view(struct context *context, const char *name, cumoe_view view, size_t need);
 /* args.workspace likewise, which is looked at in any case where it is given. */

@@ -222,13 +222,13 @@ static cumoe_status check_outputs(const struct plan *plan, const cumoe_moe_args 
   const bool unreduced = d->flags & CUMOE_MOE_UNREDUCED;
   const uint32_t out_type = DTYPE_BIT(d->out_dtype);
   const operand out = {"args.out", unreduced ? tokens * k : tokens, d->hidden, out_type, 16},
-                residual = {"args.residual", a->residual.rows == 1 ? 1 : tokens, d->hidden, out_type, 16};
+                residual = {"args.residual", tokens, d->hidden, out_type, 16};
   const operand ids_out = {"args.ids_out", tokens, k, INDEX_BITS, 0},
                 weights_out = {"args.weights_out", tokens, k, DTYPE_BIT(CUMOE_F32), 0};
   const operand counts_out = {"args.counts_out", 1, d->local_experts, DTYPE_BIT(CUMOE_I32), 0},
                 load = {"args.load", 1, d->local_experts, DTYPE_BIT(CUMOE_I64), 0};
   TRY(check_operand(plan->context, &out, cumoe_const(a->out)));
-  TRY(check_optional(plan->context, &residual, a->residual));
+  TRY(check_rows_or_one(plan->context, &residual, a->residual));
   if (unreduced) TRY(check_absent("args.residual", a->residual, "the plan is UNREDUCED"));
   TRY(check_optional(plan->context, &ids_out, cumoe_const(a->ids_out)));
   TRY(check_optional(plan->context, &weights_out, cumoe_const(a->weights_out)));

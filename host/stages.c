@@ -432,7 +432,7 @@ static cumoe_status check_combine(const struct plan *plan, const cumoe_route *ro
   const operand pair_weights = {"args.pair_weights", tokens, d->routing.top_k, f32, 0};
   const operand shared = {"args.shared", tokens, d->hidden, own, 16},
                 shared_logit = {"args.shared_logit", tokens, 1, f32, 0};
-  const operand residual = {"args.residual", a->residual.rows == 1 ? 1 : tokens, d->hidden, out_type, 16};
+  const operand residual = {"args.residual", tokens, d->hidden, out_type, 16};
   TRY(check_finite("args.out_scale", a->out_scale));
   TRY(check_with_more(plan->context, &y, a->y));
   if (on_input)
@@ -450,7 +450,7 @@ static cumoe_status check_combine(const struct plan *plan, const cumoe_route *ro
     TRY(check_absent("args.shared_logit", a->shared_logit, "there is no args.shared"));
   else
     TRY(check_optional(plan->context, &shared_logit, a->shared_logit));
-  TRY(check_optional(plan->context, &residual, a->residual));
+  TRY(check_rows_or_one(plan->context, &residual, a->residual));
   TRY(check_device_tokens(plan->context, "args.device_tokens", a->device_tokens));
   if (unreduced) TRY(check_absent("args.shared", a->shared, "the plan is UNREDUCED"));
   if (unreduced) TRY(check_absent("args.residual", a->residual, "the plan is UNREDUCED"));

@@ -2069,6 +2069,7 @@ static int change_combine(int which, arguments *a, expectation *e)
   CHANGE(INVALID_ARGUMENT, "args.out overlaps args.residual",
          c->residual = cumoe_matrix(c->out.data, (cumoe_dtype)c->out.dtype, 1, c->out.cols, c->out.ld))
   CHANGE(INVALID_ARGUMENT, "args.out_scale is inf", c->out_scale = INFINITY)
+  CHANGE(INVALID_ARGUMENT, "args.residual.rows is 2, must be 3, or 1", c->residual.rows = 2)
   CHANGE(INVALID_ARGUMENT, "args.y is absent, must be [>= 6, 64]", c->y = no_view())
   CHANGE(INVALID_ARGUMENT, "args.shared_logit must be absent: there is no args.shared", c->shared = no_view(),
          c->shared_logit = full.shared_logit)
