@@ -456,8 +456,8 @@ template <class S> DEVICE void consume(const gemm_args &args, stream_smem<S> &sm
 enum { LIKELY_BYTES = 192 * 1024 }; /* of a CTA: half of L2 in all */
 
 /* Memory is idle while the grids ahead route. With two rows for every expert most experts have some, so L2 prefetches
- * the weight rows that a CTA begins with if all have, as many as there is room for: if not this CTA needs them, then one
- * close to it. (N-major it costs 2 % at 32 tokens, and brings nothing above.) */
+ * the weight rows that a CTA begins with if all have, as many as there is room for: if not this CTA needs them, then
+ * one close to it. (N-major it costs 2 % at 32 tokens, and brings nothing above.) */
 template <class S> DEVICE void prefetch_likely_weights(const gemm_args &args)
 {
   if (S::N_MAJOR || args.protocol.early_inputs || args.rows_cap < 2 * args.experts) return;

@@ -1,5 +1,5 @@
-/* The layer of first.c stage by stage, with a shared expert; then the same by cumoe_moe_forward, to compare. For engines
- * that put work of their own between stages, or want one of them alone. */
+/* The layer of first.c stage by stage, with a shared expert; then the same by cumoe_moe_forward, to compare. For
+ * engines that put work of their own between stages, or want one of them alone. */
 #include <cumoe/cumoe.h>
 #include <math.h>
 #include <stdio.h>

@@ -206,7 +206,6 @@ template <int BYTES> DEVICE uint32_t load_bits(const void *global, bool there)
   return v;
 }
 
-
 /* What was discarded is not there any more. */
 DEVICE void discard_l2(const void *line)
 {
