@@ -24,7 +24,8 @@ programs_of() {
 shim_objects=$(for h in $shim_helpers; do echo "$folder/test_$h.c.o"; done)
 helper_objects=$(for h in $helpers; do echo "$folder/$(echo "$h" | tr / _).o"; done)
 
-# fails OUTPUT OBJECT SOURCE PROGRAM...: one of them fails with this object in place of the one made from the source
+# fails OUTPUT OBJECT SOURCE PROGRAM...: one of them fails with this object in place of the one made from the source.
+# 0: its name; 1: all pass; 2: which does not link.
 fails() {
   output=$1 object=$2 source_of=$3
   shift 3
@@ -35,7 +36,7 @@ fails() {
     *) others="$helper_objects $cudart" ;;
     esac
     ${CC:-cc} -o "$output" "$folder/test_$(echo "$program" | tr / _).c.o" "$object" $rest "$folder"/kernels_*.o \
-      "$folder/images.o" $others -ldl -lpthread -lm || return 1
+      "$folder/images.o" $others -ldl -lpthread -lm || { echo "$program does not link"; return 2; }
     if ! CUDA_VISIBLE_DEVICES= timeout -k 5 "${MUTANT_SECONDS:-240}" "$output" > "$output.log" 2>&1; then
       echo "$program"
       return 0
@@ -56,8 +57,12 @@ one() {
     echo "stale $1: does not compile: $line"
     return
   fi
-  if by=$(fails "$folder/$1.bin" "$folder/$1.o" "$source" $(programs_of "$source")); then echo "killed $1 by $by"
-  else echo "alive $1: $line"; fi
+  by=$(fails "$folder/$1.bin" "$folder/$1.o" "$source" $(programs_of "$source"))
+  case $? in
+  0) echo "killed $1 by $by" ;;
+  1) echo "alive $1: $line" ;;
+  *) echo "line $1: $by" >&2; exit 255 ;; # which ends xargs
+  esac
   rm -f "$folder/$1".*
 }
 
@@ -70,11 +75,14 @@ programs=$(for n; do programs_of "$(sed -n "${n}s/	.*//p" "$list")" | tr ' ' '\n
 compile "$folder" "-O1 -g0" host/*.c kernels/cpu/*.c test/shim/*.c $helpers \
   $(printf 'test/%s.c ' $programs) || exit 1
 name_images "$folder" || exit 1
-if by=$(fails "$folder/whole" "$folder/host_buffer.c.o" host/buffer.c $programs); then
-  fail "the programs pass unchanged" "$by fails: $(grep -E '^# failed|^not ok' "$folder/whole.log" | head -n 3)"
-  finish
-fi
-printf '%s\n' "$@" | xargs -P "$(nproc 2> /dev/null || echo 2)" -n 1 sh "$0" --one > "$folder/results"
+by=$(fails "$folder/whole" "$folder/host_buffer.c.o" host/buffer.c $programs)
+case $? in
+0) by="$by fails: $(grep -E '^# failed|^not ok' "$folder/whole.log" | head -n 3)" ;;
+1) by= ;;
+esac
+[ -z "$by" ] || { fail "the programs pass unchanged" "$by"; finish; }
+printf '%s\n' "$@" | xargs -P "$(nproc 2> /dev/null || echo 2)" -n 1 sh "$0" --one > "$folder/results" ||
+  { fail "every mutant links"; finish; }
 sort -k1,1 -k2,2n "$folder/results" | grep -v '^killed' | sed 's/^/      /'
 passed=$(grep -c '^killed' "$folder/results") failed=$(grep -vc '^killed' "$folder/results")
 awk '/^killed/ { n[$4]++ } END { for (p in n) printf "      %d by %s\n", n[p], p }' "$folder/results"
