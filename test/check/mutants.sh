@@ -6,19 +6,23 @@
 list=${MUTANTS:-test/check/mutants.txt}
 folder=$lib/obj/mutants
 shimmed='badargs trace faults ep_launch staged wires'
+most='image base buffer pool debug plan lifetimes abi/abi contract faults'
 
 # programs_of SOURCE: those that may notice, the quick ones first
 programs_of() {
   case $1 in
   host/ep* | host/group.c) echo badargs ep_launch staged ep ;;
   host/arenas* | host/nccl.c) echo badargs wires staged arenas ;;
-  host/moe.c) echo badargs trace ep_launch image base buffer pool debug plan lifetimes abi/abi contract faults ;;
+  host/moe.c) echo badargs trace ep_launch $most ;;
   host/arguments.c) echo badargs trace contract backward ;;
   host/attention.c) echo badargs trace attention ;;
   host/train.c) echo badargs trace train ;;
   host/backward_check.c) echo badargs backward faults ;;
   host/backward*) echo badargs trace backward ;;
-  *) echo badargs trace image base buffer pool debug plan lifetimes abi/abi contract faults ;;
+  host/ops.c | host/matmul.c | host/masked.c) echo badargs trace "$(basename "$1" .c)" ;;
+  host/quantize.c | host/repack.c) echo badargs trace formats slices quantize ;;
+  host/check.c | host/stages.c | host/weights*) echo badargs trace $most ops formats slices masked quantize ;;
+  *) echo badargs trace $most ;;
   esac
 }
 shim_objects=$(for h in $shim_helpers; do echo "$folder/test_$h.c.o"; done)
