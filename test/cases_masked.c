@@ -138,3 +138,15 @@ void cases_masked_formats(cumoe_context context)
     }
   oracle_device = 0;
 }
+
+void cases_masked_halves(cumoe_context context)
+{
+  oracle_device = on_device(context) ? DEVICE_ANY : 0;
+  for (int parts = FORMAT_OF_UP; parts <= FORMAT_OF_DOWN; parts++) {
+    layer_spec s = layer_spec_new(CUMOE_BF16, 1, 128, 128);
+    s.desc.num_experts = 5;
+    format_layer(&s, cumoe_format_fp8_block(CUMOE_F32), parts);
+    run_masked(context, s, parts == FORMAT_OF_UP ? "fp8 up" : "fp8 down", 19, 0);
+  }
+  oracle_device = 0;
+}

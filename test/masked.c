@@ -117,5 +117,6 @@ static void run_invariance(cumoe_context context)
 
 static const test_group groups[] = {
     GROUP("masked", cases_masked, ANYWHERE), GROUP("masked formats", cases_masked_formats, ANYWHERE),
-    GROUP("counted", run_counts, ANYWHERE), GROUP("any batch", run_invariance, ANYWHERE)};
+    GROUP("masked halves", cases_masked_halves, ANYWHERE), GROUP("counted", run_counts, ANYWHERE),
+    GROUP("any batch", run_invariance, ANYWHERE)};
 TEST_MAIN(groups)
