@@ -202,6 +202,25 @@ static void test_norms(cumoe_context context)
   for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) run_norm(context, &cases[i]);
 }
 
+/* Equal elements, so large that what lies between them and a 0 overflows once it is scaled. */
+static void test_far_mean(cumoe_context context)
+{
+  const norm_case c = {1, 5, CUMOE_BF16, 0, true, false};
+  case_begin("a mean far away");
+  const tensor x = filled(CUMOE_BF16, 1, 5, 3e37);
+  tensor dy = tensor_new(CUMOE_BF16, 1, 5);
+  for (int64_t i = 0; i < 5; i++) tensor_set(&dy, 0, i, (double)i);
+  cumoe_norm_backward_args a = {.x = device_put(context, &x, 0), .dy = device_put(context, &dy, 0)};
+  a.dx = device_new(context, CUMOE_BF16, 1, 5, 0);
+  CHECK_OK(norm_backward(context, &c, &a));
+  const tensor dx = device_get(context, cumoe_const(a.dx));
+  for (int64_t i = 0; i < 5; i++) {
+    const double want = (double)(i - 2) / sqrt((double)1e-3f);
+    CHECK(fabs(tensor_get(&dx, 0, i) - want) <= 0x1p-8 * fabs(want));
+  }
+  case_end();
+}
+
 static void test_norm_parts(cumoe_context context)
 {
   const norm_case c = {4, 24, CUMOE_F32, 0, true, false};
@@ -716,6 +735,7 @@ static const test_group groups[] = {
     GROUP("embedding", test_embedding, ANYWHERE),
     GROUP("norms", test_norms, ANYWHERE),
     GROUP("parts of norms", test_norm_parts, ANYWHERE),
+    GROUP("norms far from 0", test_far_mean, ANYWHERE),
     GROUP("functions", test_functions, ANYWHERE),
     GROUP("wide rows", test_wide, ANYWHERE),
     GROUP("far from 0", test_far, ANYWHERE),

@@ -65,14 +65,15 @@ CUMOE_CHECKED cumoe_status cumoe_softmax(cumoe_context context, cumoe_view x, cu
 /*
  * y[r, c] = (x[r, c] - mean) / sqrt(variance + eps) * weight[c] + bias[c]        Ba, Kiros, Hinton, arXiv 1607.06450
  * mean and variance (sum of squares / cols) are of the row, the variance from differences to the mean: no cancellation.
- * weight, bias: optional, [1, cols] of x's type or f32, each; absent: 1 and 0. eps >= 0, finite.
+ * weight, bias: optional, [1, cols] of x's type or f32, each; absent: 1 and 0. eps >= 0, finite. The sum of squared
+ * differences has to fit into f32; with eps 0 it has to be a normal number, too.
  */
 CUMOE_CHECKED cumoe_status cumoe_layernorm(cumoe_context context, cumoe_view x, cumoe_view weight, cumoe_view bias,
                                            float eps, cumoe_view_mut y, cumoe_stream stream);
 
 /*
  * y[r, c] = x[r, c] / sqrt(sum of x[r, i]^2 / cols + eps) * weight[c].          Zhang and Sennrich, arXiv 1910.07467
- * weight, eps as above. The sum of squares has to fit into f32.
+ * weight, eps as above. The sum of squares has to fit into f32, likewise.
  */
 CUMOE_CHECKED cumoe_status cumoe_rmsnorm(cumoe_context context, cumoe_view x, cumoe_view weight, float eps,
                                          cumoe_view_mut y, cumoe_stream stream);

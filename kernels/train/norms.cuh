@@ -119,10 +119,10 @@ DEVICE raw_norm fetch_norm(const norm_backward_args &n, int64_t row, span column
   return raw;
 }
 
-/* g and h of a vector. */
+/* g and h of a vector; past the row's end 0, which a mean far away would not be. */
 template <class R> struct norm_vector {
   R g[VECTOR], h[VECTOR];
-  DEVICE norm_vector(const norm_backward_args &n, const row_stats<R> &stats, const raw_norm &raw)
+  DEVICE norm_vector(const norm_backward_args &n, const row_stats<R> &stats, const raw_norm &raw, span columns)
   {
     get_values(g, raw.dy, n.dy.dtype);
     get_values(h, raw.x, n.x.dtype);
@@ -132,7 +132,7 @@ template <class R> struct norm_vector {
 #pragma unroll
     for (int i = 0; i < VECTOR; i++) {
       g[i] *= weight[i];
-      h[i] = stats.h(h[i]);
+      h[i] = columns.begin + i < columns.end ? stats.h(h[i]) : 0;
     }
   }
 };
@@ -145,8 +145,8 @@ template <int THREADS> DEVICE void any_norm_dx(const norm_backward_args &n)
     const row_stats<R> stats(n, row);
     const auto bring = [&](span columns) { return fetch_norm(n, row, columns); };
     double of_g = 0, of_gh = 0;
-    for_fetched_vectors<THREADS>({0, n.cols}, bring, [&](span, const raw_norm &raw) {
-      const norm_vector<R> v(n, stats, raw);
+    for_fetched_vectors<THREADS>({0, n.cols}, bring, [&](span columns, const raw_norm &raw) {
+      const norm_vector<R> v(n, stats, raw, columns);
       of_gh += sum_of_products(v.g, v.h);
 #pragma unroll
       for (int i = 0; i < VECTOR && n.centered; i++) of_g += (double)v.g[i];
@@ -154,7 +154,7 @@ template <int THREADS> DEVICE void any_norm_dx(const norm_backward_args &n)
     const R mean_g = n.centered ? (R)(cta_sum<THREADS>(of_g) / (double)n.cols) : (R)0;
     const R mean_gh = (R)(cta_sum<THREADS>(of_gh) / (double)n.cols);
     for_fetched_vectors<THREADS>({0, n.cols}, bring, [&](span columns, const raw_norm &raw) {
-      norm_vector<R> v(n, stats, raw);
+      norm_vector<R> v(n, stats, raw, columns);
 #pragma unroll
       for (int i = 0; i < VECTOR; i++) v.g[i] = stats.scale * (v.g[i] - mean_g - v.h[i] * mean_gh);
       put_vector(v.g, n.dx, row, columns);
