@@ -250,13 +250,20 @@ static bool drawn_pays(const layer *l, const op_shape *up)
   return l->d->inter >= limit(l, LIMIT_few_inter) && (double)expected_rows(up) <= limit(l, LIMIT_few_drawn_rows);
 }
 
+/* What a row is chosen by besides sizes. A row for both is chosen by up's. */
+static bool read_alike(const op_shape *a, const op_shape *b)
+{
+  return a->format == b->format && a->major == b->major && a->in == b->in && a->rows_mode == b->rows_mode &&
+         a->by_expert == b->by_expert && a->scale_run == b->scale_run && a->scale_block == b->scale_block &&
+         a->scale_type == b->scale_type && a->symmetric == b->symmetric;
+}
+
 static op_shape few_up_shape(const layer *l)
 {
-  const cumoe_moe_desc *d = l->d;
   op_shape s = gemm_shape(l, OP_few_up, &l->c->up, false);
+  const op_shape down = gemm_shape(l, OP_few_down, &l->c->down, false);
   s.tmap = l->c->up.tmap && l->c->down.tmap;
-  s.in_one = !l->c->filled && !is_forced(l, OP_few_down) && l->c->up.major == l->c->down.major &&
-             class_of(&d->up_format, d->dtype) == class_of(&d->down_format, d->dtype) &&
+  s.in_one = !l->c->filled && !is_forced(l, OP_few_down) && read_alike(&s, &down) &&
              (is_forced(l, OP_few_up) || (format_is_scaled(s.format) ? drawn_pays(l, &s) : dealt_pays(l, &s)));
   return s;
 }

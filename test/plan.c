@@ -1599,6 +1599,55 @@ static void test_drawn_plans(void)
   group_end();
 }
 
+/* One grid for both reads both in one way: whatever a down has otherwise, it is not drawn with its up. */
+static void test_unlike_plans(void)
+{
+  const cumoe_format int4 = cumoe_format_int4(128, CUMOE_BF16), fp8 = cumoe_format_fp8_block(CUMOE_F32);
+  cumoe_format shifted = fp8, plain = fp8, plain8 = cumoe_format_int8(CUMOE_F32), asymmetric = int4, ordered = int4,
+               zeros = int4, behind = int4, channels = fp8;
+  shifted.origin[1] = 64, behind.origin[1] = 64, channels.origin[0] = 64;
+  plain.rows = CUMOE_ROWS_AS_THEY_ARE, plain.row_group = 0;
+  plain8.rows = CUMOE_ROWS_AS_THEY_ARE;
+  asymmetric.offset = 7, ordered.act_order = 1, zeros.zero = CUMOE_ZERO_CODES_OUT, zeros.offset = 0;
+  const struct {
+    cumoe_format up, down;
+    bool drawn;
+  } cases[] = {{fp8, fp8, true},
+               {channels, fp8, true},
+               {fp8, shifted, false},
+               {channels, shifted, false},
+               {fp8, plain, false},
+               {cumoe_format_fp8_tensor(CUMOE_ROWS_STATIC), cumoe_format_fp8_tensor(CUMOE_ROWS_STATIC_EXPERT), false},
+               {cumoe_format_int8(CUMOE_F32), plain8, false},
+               {int4, int4, true},
+               {int4, behind, false},
+               {int4, cumoe_format_int4(64, CUMOE_BF16), false},
+               {int4, asymmetric, false},
+               {int4, ordered, false},
+               {int4, zeros, false}};
+  const machine m = gpu_machine(&hopper);
+  if (!group_begin("down otherwise than up")) return;
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    const cumoe_moe_desc given = {.size = sizeof given,
+                                  .num_experts = 128,
+                                  .hidden = 2048,
+                                  .inter = 768,
+                                  .dtype = CUMOE_BF16,
+                                  .up_format = cases[i].up,
+                                  .down_format = cases[i].down,
+                                  .routing = cumoe_routing_mixtral(8)};
+    cumoe_moe_desc d;
+    case_begin("case %zu", i);
+    CHECK_OK(check_moe_desc(&given, &d));
+    const layer_call c = call_for(&d, 4, 0);
+    const layer_plan p = plan_layer(&m, &d, &c);
+    const int32_t row = p.steps[STAGE_few_up].row;
+    CHECK((row >= 0 && variants[row].form == FORM_drawn) == cases[i].drawn);
+    case_end();
+  }
+  group_end();
+}
+
 /* One of few's rows, forced, takes whatever both can serve; one of the stages' keeps few out; one of the gate keeps the
  * gate. */
 static void test_forced_plans(void)
@@ -1918,6 +1967,7 @@ int main(int argc, char **argv)
   test_random_plans(&r);
   if (gpus_have_sm90()) test_layer_cases();
   if (gpus_have_sm90()) test_drawn_plans();
+  if (gpus_have_sm90()) test_unlike_plans();
   if (gpus_have_sm90()) test_forced_plans();
   if (gpus_have_sm90()) test_few_gates();
   test_routers_of_any_batch();
