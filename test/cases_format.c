@@ -722,6 +722,22 @@ static void many_draws(cumoe_context context, const cumoe_variant_info *row, con
   }
 }
 
+/* A down that is read otherwise than up. A row for both need not serve it; what does is right. */
+static void unlike_down(cumoe_context context, const cumoe_variant_info *row, const char *name, cumoe_format f,
+                        int32_t dtype)
+{
+  rng r = {9};
+  const int64_t tokens = row->bm < 3 ? row->bm : 3;
+  layer_spec s = spec_with(&r, f, FORMAT_OF_BOTH, dtype, tokens, 160, 288);
+  if (f.block[1] >= 64)
+    s.desc.down_format.origin[1] = (f.origin[1] + f.block[1] / 2) % f.block[1];
+  else if (f.rows)
+    s.desc.down_format.rows = s.desc.down_format.row_group = s.desc.down_format.row_scale = 0;
+  else
+    return;
+  run_format(context, name, FORMAT_OF_BOTH, &s);
+}
+
 static void exact_row(cumoe_context context, const cumoe_variant_info *row, int which, const char *name, cumoe_format f,
                       int32_t dtype)
 {
@@ -753,6 +769,7 @@ void cases_format_row(cumoe_context context, const cumoe_variant_info *row)
         run_format(context, name, parts_of(row, size), &s);
       }
       exact_row(context, row, i, name, f, dtype);
+      if (!strcmp(row->form, "drawn")) unlike_down(context, row, name, f, dtype);
       if (draws) many_draws(context, row, name, f, dtype);
       draws = false;
     }
