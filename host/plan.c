@@ -258,12 +258,11 @@ static bool read_alike(const op_shape *a, const op_shape *b)
          a->scale_type == b->scale_type && a->symmetric == b->symmetric;
 }
 
-static op_shape few_up_shape(const layer *l)
+static op_shape few_up_shape(const layer *l, const op_shape *down)
 {
   op_shape s = gemm_shape(l, OP_few_up, &l->c->up, false);
-  const op_shape down = gemm_shape(l, OP_few_down, &l->c->down, false);
   s.tmap = l->c->up.tmap && l->c->down.tmap;
-  s.in_one = !l->c->filled && !is_forced(l, OP_few_down) && read_alike(&s, &down) &&
+  s.in_one = !l->c->filled && !is_forced(l, OP_few_down) && read_alike(&s, down) &&
              (is_forced(l, OP_few_up) || (format_is_scaled(s.format) ? drawn_pays(l, &s) : dealt_pays(l, &s)));
   return s;
 }
@@ -286,7 +285,7 @@ static bool wants_few(const layer *l)
   if (l->c->tokens > FEW_TOKENS) return false; /* first: most layers are decided here */
   if (l->d->flags & CUMOE_MOE_UNREDUCED || l->d->routing.flags & CUMOE_ROUTE_WEIGHT_ON_INPUT) return false;
   if (is_invariant(l->d)) return false;
-  const op_shape up = few_up_shape(l), down = gemm_shape(l, OP_few_down, &l->c->down, false);
+  const op_shape down = gemm_shape(l, OP_few_down, &l->c->down, false), up = few_up_shape(l, &down);
   const int32_t row = choose(l->m, &up);
   if (row < 0 || (!does_both(row) && choose(l->m, &down) < 0)) return false;
   if (is_forced(l, OP_few_up) || is_forced(l, OP_few_down)) return true;
@@ -320,7 +319,7 @@ static void widen_router(const layer *l, layer_plan *p)
 
 static void add_few(const layer *l, layer_plan *p)
 {
-  const op_shape up = few_up_shape(l), down = gemm_shape(l, OP_few_down, &l->c->down, false);
+  const op_shape down = gemm_shape(l, OP_few_down, &l->c->down, false), up = few_up_shape(l, &down);
   p->few_in_one = does_both(choose(l->m, &up)) || (!is_forced(l, OP_few_down) && few_alike(l, &up, &down));
   p->few_fills = p->few_in_one && !l->c->has_router && !l->c->filled;
   p->few_gates = p->few_in_one && !l->c->has_ids && !l->c->filled && !is_forced(l, OP_gate) && few_can_gate(l);
