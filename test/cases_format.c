@@ -722,12 +722,13 @@ static void many_draws(cumoe_context context, const cumoe_variant_info *row, con
   }
 }
 
-/* A down that is read otherwise than up. A row for both need not serve it; what does is right. */
+/* A down that is read otherwise than up. A row for both need not serve it; what does is right, however it sums. */
 static void unlike_down(cumoe_context context, const cumoe_variant_info *row, const char *name, cumoe_format f,
                         int32_t dtype)
 {
   rng r = {9};
   const int64_t tokens = row->bm < 3 ? row->bm : 3;
+  const int device = oracle_device;
   layer_spec s = spec_with(&r, f, FORMAT_OF_BOTH, dtype, tokens, 160, 288);
   if (f.block[1] >= 64)
     s.desc.down_format.origin[1] = (f.origin[1] + f.block[1] / 2) % f.block[1];
@@ -735,7 +736,9 @@ static void unlike_down(cumoe_context context, const cumoe_variant_info *row, co
     s.desc.down_format.rows = s.desc.down_format.row_group = s.desc.down_format.row_scale = 0;
   else
     return;
+  oracle_device = on_device(context) ? DEVICE_ANY : 0;
   run_format(context, name, FORMAT_OF_BOTH, &s);
+  oracle_device = device;
 }
 
 static void exact_row(cumoe_context context, const cumoe_variant_info *row, int which, const char *name, cumoe_format f,

@@ -182,7 +182,7 @@ void oracle_finish_logits(int32_t experts, int32_t dtype, float scale, bounded *
     if (dtype) logits[e] = oracle_rounded(logits[e], dtype);
     if (scale == 0 || scale == 1) continue;
     const double scaled = (float)(logits[e].value * scale);
-    logits[e] = (bounded){scaled, logits[e].bound * scale + (logits[e].bound > 0 ? ulp * fabs(scaled) : 0)};
+    logits[e] = (bounded){scaled, logits[e].bound * scale + (logits[e].bound > 0 ? 2 * ulp * fabs(scaled) : 0)};
   }
 }
 
