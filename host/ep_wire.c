@@ -198,9 +198,16 @@ static cumoe_status reach(group *g, int32_t rank)
 }
 
 /* Of ranks that share a GPU, waits of one may lie in a hardware queue ahead of what another waits for. */
+/* Rows and sums beside products leave these most of the GPU's SMs; of few there would be none. */
+static bool has_sides(const group *g)
+{
+  return !g->staged && g->here == 1 && g->shape.ranks > 1 && !g->shape.exact &&
+         g->context->machine.sms >= 2 * EP_ASIDE_RETURN_SMS;
+}
+
 static cumoe_status open_sides(group *g)
 {
-  if (g->staged || g->here > 1 || g->shape.ranks == 1 || g->shape.exact) return CUMOE_OK;
+  if (!has_sides(g)) return CUMOE_OK;
   for (int32_t l = 0; l < g->shape.lanes; l++) {
     TRY_CUDA(cudaStreamCreateWithFlags(&g->side[l], cudaStreamNonBlocking));
     TRY_CUDA(cudaEventCreateWithFlags(&g->turn[l], cudaEventDisableTiming));

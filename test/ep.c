@@ -923,6 +923,8 @@ static void leave(rank *r)
   keep(r, cumoe_group_fault_read(r->group, &r->fault));
   if (gpus && r->w->replays && r->fault.cause == CUMOE_GROUP_TIMEOUT) say_steps(r, g);
   r->ended = cumoe_group_destroy(r->group);
+  r->found.size = sizeof r->found;
+  keep(r, cumoe_fault_read(r->context, NULL, &r->found));
 }
 
 static void *live(void *argument)
@@ -996,8 +998,6 @@ static void *outlive(void *argument)
     meet(&r->meeting->haunted, r->meeting->haunts);
     call_all_lanes(r);
   }
-  r->found.size = sizeof r->found;
-  keep(r, cumoe_fault_read(r->context, NULL, &r->found));
   leave(r);
   return NULL;
 }
@@ -1147,6 +1147,15 @@ static void say_long(const world *w, int64_t begin)
   if (gpus && !emulated() && took > LONG_MS) printf("# %s: %d ms\n", w->name, (int)took);
 }
 
+/* By the rank whose expert it would be. */
+static void check_misplaced(const world *w, const rank *ranks)
+{
+  const int32_t at = (int32_t)tensor_get(&w->placement, 0, 0) >> 16;
+  for (int32_t r = 0; w->misplaces && r < w->ranks; r++)
+    CHECK_MSG((ranks[r].found.code == CUMOE_FAULT_EXPERT_ID) == (r == at), "rank %d has fault %d", (int)r,
+              (int)ranks[r].found.code);
+}
+
 static void run_world(const world *given, bool dedup)
 {
   rank ranks[MOST_RANKS];
@@ -1176,6 +1185,7 @@ static void run_world(const world *given, bool dedup)
   check_arrived(&w, ranks);
   check_fewer(&w, ranks, &out);
   check_others(&w, ranks, &out);
+  check_misplaced(&w, ranks);
   case_end();
 }
 
@@ -1704,10 +1714,12 @@ static void answer_misplaced(void)
                      .top_k = i / 8 ? 2 : 1,
                      .dtype = CUMOE_BF16,
                      .capacity = many ? 40 : 13,
-                     .tokens = {many ? 40 : 13, 0, 7},
+                     .tokens = {many ? 40 : 13, 0, many && i / 8 ? 0 : 7}, /* own: no other rank's say so */
                      .exact = i / 4 % 2,
                      .routed = true,
-                     .misplaces = true};
+                     .misplaces = true,
+                     .aside = many,
+                     .own = i / 8};
     run_world(&w, i % 2);
   }
 }

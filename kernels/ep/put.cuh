@@ -104,6 +104,14 @@ DEVICE void store_slot_there(const ep_args &a, int r, int row, int id, float wei
   reinterpret_cast<float *>(lane_of(a, r) + a.at.weights)[at] = weight;
 }
 
+/* Of own tokens that are a layer of their own, whose ids no wait looks at. */
+DEVICE int own_id(const ep_args &a, unsigned token, int id)
+{
+  if (id < a.local_experts) return id;
+  report_fault(a.fault, FAULT_EXPERT_ID, lane_id(), token);
+  return -1;
+}
+
 /* A token's ids and weights to rank r, a lane a slot, and the rows of y that will answer it. */
 template <bool PACKETS>
 DEVICE void put_slots_to(const ep_args &a, const place_table &t, unsigned token, int r, int place, float weight,
@@ -118,7 +126,7 @@ DEVICE void put_slots_to(const ep_args &a, const place_table &t, unsigned token,
       store_words_system(slot_packet(a, r, a.rank, row, slot),
                          make_packet(exchange, make_uint2((uint32_t)id, __float_as_uint(weight))).words);
     else
-      store_slot_there(a, r, row, id, weight);
+      store_slot_there(a, r, row, a.own && r == a.rank ? own_id(a, token, id) : id, weight);
   }
   const int64_t answer = r * a.shape.capacity + row;
   if (a.shape.exact && there) a.rows[(int64_t)token * k + slot] = (int32_t)(answer * k) + slot;
