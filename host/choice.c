@@ -1,5 +1,6 @@
 /* See choice.h. */
 #include "choice.h"
+#include "format.h"
 #include "../kernels/attention.h"
 #include "../kernels/dealt.h"
 
@@ -113,7 +114,8 @@ static bool fits_dealt(const variant *v, const op_shape *s)
 /* drawn takes rows as they are, and has one grid for up and down. */
 static bool fits_drawn(const variant *v, const op_shape *s)
 {
-  return s->in_one && !s->by_expert && s->tokens <= v->bm && s->rows <= FEW_PAIRS(v->bm);
+  return s->in_one && s->n <= MOST_PLACE && s->k <= MOST_PLACE && !s->by_expert && s->tokens <= v->bm &&
+         s->rows <= FEW_PAIRS(v->bm);
 }
 
 /* Of queries, each with as many rows as heads share keys. */

@@ -108,8 +108,6 @@ static bool scale_type_fits(const cumoe_format *f)
   return f->scale == CUMOE_F32 || f->scale == CUMOE_F16 || f->scale == CUMOE_BF16;
 }
 
-enum { MOST_ORIGIN = 1 << 20 }; /* few_quotient of kernels/few/feed.cuh divides places of channels below 2^21 */
-
 static cumoe_status check_scales(const char *name, const cumoe_format *f)
 {
   const int32_t fixed = f->element == CUMOE_ELEMENT_E2M1 ? (f->scale == CUMOE_E4M3 ? 16 : 32) : 0;
@@ -120,9 +118,9 @@ static cumoe_status check_scales(const char *name, const cumoe_format *f)
           (int)f->block[1]);
   REQUIRE(!fixed || f->block[1] == fixed, CUMOE_ERR_NOT_SUPPORTED, "%s.block[1] is %d, must be %d with scales of %s",
           name, (int)f->block[1], (int)fixed, say_dtype(f->scale).text);
-  REQUIRE(f->origin[0] <= MOST_ORIGIN && f->origin[1] <= MOST_ORIGIN, CUMOE_ERR_NOT_SUPPORTED,
-          "%s.origin is {%d, %d}, must be at most {%d, %d}", name, (int)f->origin[0], (int)f->origin[1], MOST_ORIGIN,
-          MOST_ORIGIN);
+  REQUIRE(f->origin[0] <= MOST_PLACE && f->origin[1] <= MOST_PLACE, CUMOE_ERR_NOT_SUPPORTED,
+          "%s.origin is {%d, %d}, must be at most {%d, %d}", name, (int)f->origin[0], (int)f->origin[1], MOST_PLACE,
+          MOST_PLACE);
   REQUIRE(f->origin[0] >= 0 && f->origin[1] >= 0 && f->origin[1] % (fixed ? fixed : 16) == 0, CUMOE_ERR_NOT_SUPPORTED,
           "%s.origin is {%d, %d}, must not be negative, and the second a multiple of %d", name, (int)f->origin[0],
           (int)f->origin[1], (int)(fixed ? fixed : 16));

@@ -29,6 +29,10 @@ int32_t storage_codes(const cumoe_format *f);
 
 enum { ROW_GROUP = 128 }; /* cumoe_format.row_group */
 
+/* Of origins, and of widths where few's kernels divide them with an origin: few_quotient (kernels/few/feed.cuh) is for
+ * places below 2^21. */
+enum { MOST_PLACE = 1 << 20 };
+
 /* The largest power of two such that an aligned run of so many k has one scale, of weights and of activations;
  * SCALE_RUN_ALL: no scale changes along k, or there is none. */
 enum { SCALE_RUN_ALL = 1 << 30 };
