@@ -63,7 +63,7 @@ template <class S> DEVICE bool scales_in_vectors(const gemm_args &args)
   const int64_t run = RUN > 0 ? RUN : s.block_k;
   const uintptr_t places = (uintptr_t)s.base[0] | (S::gated(args) ? (uintptr_t)s.base[1] : 0) | s.expert_stride;
   return !s.table[0] && s.k_stride == 1 && run <= S::BK && s.n_stride * run == args.k && args.k % S::BK == 0 &&
-         (RUN > 0 ? args.n % 2 == 0 : args.n % 8 == 0 && s.block_n == 1) && s.k_origin == 0 && places % 16 == 0;
+         args.n % (RUN > 0 ? 2 : 8) == 0 && s.block_n == 1 && s.k_origin == 0 && places % 16 == 0;
 }
 
 /* Of weight row `row` of a tile; n and on: of none. */
