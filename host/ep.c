@@ -108,6 +108,12 @@ static cumoe_status check_rounds(ep_call *c)
   REQUIRE(tokens <= most, CUMOE_ERR_INVALID_ARGUMENT, "args.x.rows is %lld, must be at most args.tokens_max = %lld",
           (long long)tokens, (long long)most);
   c->rounds = (most + capacity - 1) / capacity;
+  if (c->whole)
+    REQUIRE(c->args.round == 0, CUMOE_ERR_INVALID_ARGUMENT, "args.round is %d, must be 0: this call makes all rounds",
+            (int)c->args.round);
+  REQUIRE(c->args.round >= 0 && c->args.round < c->rounds, CUMOE_ERR_INVALID_ARGUMENT,
+          "args.round is %d, must be 0 .. %lld (of the rounds that args.tokens_max needs)", (int)c->args.round,
+          (long long)c->rounds - 1);
   return CUMOE_OK;
 }
 
@@ -182,9 +188,6 @@ static cumoe_status open_call(ep_call *c, cumoe_group handle, const cumoe_ep_arg
 static cumoe_status one_part(ep_call c, cumoe_group handle, const cumoe_ep_args *args, ep_part which)
 {
   TRY(open_call(&c, handle, args, which));
-  REQUIRE(c.args.round >= 0 && c.args.round < c.rounds, CUMOE_ERR_INVALID_ARGUMENT,
-          "args.round is %d, must be 0 .. %lld (of the rounds that args.tokens_max needs)", (int)c.args.round,
-          (long long)c.rounds - 1);
   return run_part(&c, which, c.args.round);
 }
 
@@ -212,8 +215,6 @@ cumoe_status cumoe_ep_forward(cumoe_group handle, cumoe_weights weights, const c
   begin_call_on(__func__, stream);
   ep_call c = {.name = __func__, .weights = weights, .stream = stream, .whole = true};
   TRY(open_call(&c, handle, args, PART_DISPATCH));
-  REQUIRE(c.args.round == 0, CUMOE_ERR_INVALID_ARGUMENT, "args.round is %d, must be 0: this call makes all rounds",
-          (int)c.args.round);
   for (int64_t i = 0; i < c.rounds; i++)
     for (ep_part which = PART_DISPATCH; which < PARTS; which++) TRY(run_part(&c, which, i));
   return CUMOE_OK;

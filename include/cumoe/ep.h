@@ -269,8 +269,8 @@ CUMOE_CHECKED cumoe_status cumoe_ep_workspace(cumoe_group group, size_t *bytes);
  * 4500 for each other rank, its own tokens are computed by themselves while others' travel; bits stay the same.
  * Every token is sent to every rank (an exchange by gathering; CUMOE_GROUP_DEDUP: to those that have an expert of it),
  * its slots only to where their experts are. ids and counts that arrive are checked before they are used: what is out
- * of range drops the slot and is recorded (EXPERT_ID). Nothing of a call may lie in the group's arena
- * (INVALID_ARGUMENT).
+ * of range drops the slot and is recorded (EXPERT_ID). A fault's token is counted from its round's first one, and of
+ * tokens that arrive has the sender's number. Nothing of a call may lie in the group's arena (INVALID_ARGUMENT).
  */
 CUMOE_CHECKED cumoe_status cumoe_ep_forward(cumoe_group group, cumoe_weights weights, const cumoe_ep_args *args,
                                             cumoe_stream stream);
