@@ -199,9 +199,11 @@ CUMOE_CHECKED cumoe_status cumoe_variant_get(cumoe_context context, int32_t inde
 /*
  * From now on, calls on this context use this row wherever it can serve the operation, dtype and layout; other
  * operations choose as usual. Forcing one row of each operation is possible. A call that a forced row cannot serve
- * answers NOT_SUPPORTED, before anything is launched. index -1 clears all. A forced
- * row of map, up, down or combine keeps cumoe_moe_forward from few_up and few_down, which stand for all four; one of
- * gate keeps few_up from doing what the gate does. Not to be changed while other threads launch.
+ * answers NOT_SUPPORTED: cumoe_moe_forward and a stage before anything is launched; a training call of several kernels
+ * (cumoe_moe_forward_keep, cumoe_moe_backward, ...) chooses one after the other, so what comes before the refused one
+ * has run: outputs are half done, and sums that it adds to (load, gradients) may hold its share. index -1 clears all. A
+ * forced row of map, up, down or combine keeps cumoe_moe_forward from few_up and few_down, which stand for all four;
+ * one of gate keeps few_up from doing what the gate does. Not to be changed while other threads launch.
  */
 CUMOE_CHECKED cumoe_status cumoe_variant_force(cumoe_context context, int32_t index);
 
