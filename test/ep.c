@@ -379,10 +379,13 @@ static bool lost_row(const world *w, int64_t row)
   return w->loses && at >= 0 && at < w->tokens[LOST];
 }
 
-static tensor whole_layer(const world *w, const int32_t *held, int32_t count, bool bare)
+/* Of a layer: all; what its experts add, rounded; what its shared expert adds, in f32. */
+typedef enum layer_part { WHOLE, ROUTED, SHARED } layer_part;
+
+static tensor whole_layer(const world *w, const int32_t *held, int32_t count, layer_part of)
 {
   const int64_t rows = w->x.rows;
-  const tensor out = tensor_new(w->dtype, rows, w->hidden);
+  const tensor out = tensor_new(of == SHARED ? CUMOE_F32 : w->dtype, rows, w->hidden);
   tensor map = tensor_new(CUMOE_I32, 1, w->experts), here = out;
   cumoe_plan plan = NULL;
   cumoe_weights weights = NULL, shared = NULL;
@@ -391,9 +394,11 @@ static tensor whole_layer(const world *w, const int32_t *held, int32_t count, bo
   world v = *w;
   v.desc.local_experts = count;
   make_kept(&v);
-  if (bare) v.shared = v.residual = false, v.desc.shared_inter = 0;
+  if (of != WHOLE) v.residual = false;
+  if (of == ROUTED) v.shared = false, v.desc.shared_inter = 0;
+  v.desc.out_dtype = out.dtype;
   for (int32_t e = 0; e < w->experts; e++) tensor_set(&map, 0, e, -1);
-  for (int32_t i = 0; i < count; i++) tensor_set(&map, 0, held[i], i);
+  for (int32_t i = 0; i < count && of != SHARED; i++) tensor_set(&map, 0, held[i], i);
   if (w->misplaces) tensor_set(&map, 0, 0, -1);
   upload_world(context, &v);
   upload(context, &map);
@@ -403,7 +408,7 @@ static tensor whole_layer(const world *w, const int32_t *held, int32_t count, bo
   CHECK_OK(bind_shared(&v, context, &shared));
   CHECK_OK(cumoe_plan_workspace(plan, rows, &bytes));
   cumoe_moe_args a = tokens_args(&v, 0, rows, shared);
-  if (bare) a.out_scale = 1;
+  if (of != WHOLE) a.out_scale = 1;
   a.expert_map = rows_of(&map, 0, 1);
   a.out = as_mut(rows_of(&here, 0, rows));
   a.workspace = cumoe_vector_mut(device_bytes(context, bytes), CUMOE_U8, (int64_t)bytes);
@@ -431,7 +436,7 @@ static void check_exact(const world *w, const tensor *out)
   int32_t every[MOST_EXPERTS], count = 0;
   for (int32_t e = 0; e < w->experts; e++)
     if (has_place(w, e)) every[count++] = e;
-  const tensor want = whole_layer(w, every, count, false);
+  const tensor want = whole_layer(w, every, count, WHOLE);
   for (int64_t row = 0; row < want.rows; row++)
     for (int64_t col = 0; lost_row(w, row) && col < want.cols; col++)
       tensor_set(&want, row, col, tensor_get(out, row, col));
@@ -449,24 +454,34 @@ static bool serves(const world *w, int32_t rank)
   return any;
 }
 
-/* The ranks' sums, each rounded, added up in their order: on the CPU to the bit, on a GPU in f32. */
+/* What sums are made of, and how far these may be off: in units of 2^-24 of each term. */
+static void add_terms(const tensor *part, double units, double *sum, double *error)
+{
+  for (int64_t i = 0; i < part->rows * part->cols; i++) {
+    const double term = tensor_get(part, i / part->cols, i % part->cols);
+    sum[i] += term;
+    error[i] += 1.5 * units * ldexp(fabs(term), -24);
+  }
+}
+
+/* The ranks' sums, each rounded, added up in their order, and the shared expert's output: on the CPU to the bit, but for
+ * what its gate has weighed, on a GPU in f32. */
 static void check_sums(const world *w, const tensor *out)
 {
   const int64_t count = w->x.rows * w->hidden;
+  const double units = gpus ? w->ranks + w->shared + 2 : 0;
   double *sum = scratch((size_t)count, sizeof *sum), *error = scratch((size_t)count, sizeof *error);
   int64_t outside = 0;
-  for (int32_t r = 0; r < w->ranks; r++) {
-    if (lost(w, r) || !serves(w, r)) continue;
-    const tensor part = whole_layer(w, w->held[r], w->local[r], true);
-    for (int64_t i = 0; i < count; i++) {
-      const double term = tensor_get(&part, i / w->hidden, i % w->hidden);
-      sum[i] += term;
-      error[i] += gpus ? 1.5 * (w->ranks + 2) * ldexp(fabs(term), -24) : 0;
-    }
+  for (int32_t r = 0; r < w->ranks + w->shared; r++) {
+    const bool shared = r == w->ranks;
+    if (!shared && (lost(w, r) || !serves(w, r))) continue;
+    const tensor part =
+        shared ? whole_layer(w, w->held[0], 1, SHARED) : whole_layer(w, w->held[r], w->local[r], ROUTED);
+    add_terms(&part, units + (shared && !w->ungated), sum, error);
   }
   for (int64_t i = 0; i < count; i++) {
     const int64_t row = i / w->hidden, col = i % w->hidden;
-    const double residual = w->residual ? tensor_get(&w->residual_rows, row, col) : 0;
+    const double residual = w->residual ? tensor_get(&w->residual_rows, w->bias_row ? 0 : row, col) : 0;
     const double want = residual + 1.5 * sum[i], off = error[i] + (gpus ? ldexp(fabs(residual), -24) : 0);
     const double got = tensor_get(out, row, col);
     outside += !lost_row(w, row) && !(got >= round_to(want - off, w->dtype) && got <= round_to(want + off, w->dtype));
@@ -1646,6 +1661,57 @@ static const world worlds[] = {
      .counted = true,
      .routed = true,
      .aside = true},
+    {.name = "sums and a shared expert as packets, one bias for all",
+     .ranks = 3,
+     .experts = 8,
+     .top_k = 2,
+     .dtype = CUMOE_F16,
+     .capacity = 6,
+     .tokens = {6, 0, 1},
+     .shared = true,
+     .ungated = true,
+     .residual = true,
+     .bias_row = true},
+    {.name = "sums and a gated shared expert as lines, zero experts",
+     .ranks = 3,
+     .experts = 9,
+     .top_k = 3,
+     .zero = 3,
+     .dtype = CUMOE_BF16,
+     .hidden = 264,
+     .inter = 24,
+     .capacity = 13,
+     .tokens = {7, 13, 0},
+     .spread = SCATTERED,
+     .shared = true,
+     .residual = true},
+    {.name = "sums and a gated shared expert as rows, weight on the input, counted, in rounds",
+     .ranks = 2,
+     .experts = 7,
+     .top_k = 3,
+     .dtype = CUMOE_BF16,
+     .capacity = 35,
+     .tokens_max = 41,
+     .tokens = {4, 40},
+     .counted = true,
+     .routed = true,
+     .odd_ids = true,
+     .weigh_input = true,
+     .shared = true},
+    {.name = "sums and a gated shared expert in parts and two lanes, what is chosen is kept",
+     .ranks = 2,
+     .lanes = 2,
+     .experts = 8,
+     .top_k = 3,
+     .zero = 1,
+     .dtype = CUMOE_F32,
+     .capacity = 5,
+     .tokens_max = 8,
+     .tokens = {8, 3},
+     .from_logits = true,
+     .keeps = true,
+     .parts = true,
+     .shared = true},
     {.name = "sums of eight ranks, counted, in rounds",
      .ranks = 8,
      .experts = 16,
@@ -2265,17 +2331,17 @@ static void many_on_gpus(bool own)
   if (!emulated()) run_world(&w, false);
 }
 
-/* What the ranks' sums, by which check_sums goes, would have too often, or not at all. */
-static void randomise_exact(rng *r, world *w)
+/* Of sums no identity expert, and one place of each expert, by which check_sums goes. */
+static void randomise_features(rng *r, world *w)
 {
   w->shared = rng_below(r, 2), w->ungated = w->shared && rng_below(r, 2);
   w->keeps = !w->routed && rng_below(r, 3) == 0;
   w->bias_row = w->residual && rng_below(r, 3) == 0;
-  w->spread = (spread)rng_below(r, w->ranks > 1 ? 4 : 3);
+  w->spread = (spread)rng_below(r, w->ranks > 1 && w->exact ? 4 : 3);
   w->moves = w->spread == TWICE && w->routed && rng_below(r, 2);
   w->odd_ids = w->routed && rng_below(r, 3) == 0;
   w->zero = (int32_t)(rng_below(r, 4) == 0 ? rng_below(r, 4) : 0);
-  w->identity = (int32_t)(rng_below(r, 4) == 0 ? rng_below(r, 4) : 0);
+  w->identity = (int32_t)(w->exact && rng_below(r, 4) == 0 ? rng_below(r, 4) : 0);
   w->weigh_input = !w->identity && rng_below(r, 4) == 0;
 }
 
@@ -2315,9 +2381,8 @@ static world random_world(rng *r)
   const int64_t route = rng_below(r, 5);
   if (route < 4) *routes[route] = true;
   w.varies = w.tokens_max && w.tokens_max <= w.capacity && rng_below(r, 2);
-  w.spread = (spread)rng_below(r, TWICE);
   w.aside = gpus && !emulated() && rng_below(r, 2), w.own = w.aside && rng_below(r, 2);
-  if (w.exact) randomise_exact(r, &w);
+  randomise_features(r, &w);
   randomise_format(r, &w);
   return w;
 }
