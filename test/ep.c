@@ -45,6 +45,7 @@ typedef struct world {
   bool apart, keeps, ungated;       /* router_x; ids_out and weights_out; a shared expert without a gate */
   bool by_few;                      /* the experts, on a GPU: by the kernels of so many rows */
   bool aside, own;                /* rows aside, and own tokens a layer of their own, however few; of one rank a GPU */
+  bool out_f32;                   /* out, and what is added to it */
   bool varies;                    /* calls say in turn tokens_max, the group's room, three times tokens_max */
   const uint64_t *says;           /* of each rank: its mask, 0: makes no call of it */
   int32_t aborts;                 /* so many say it; the first of them aborts at once when it has been told, */
@@ -140,6 +141,7 @@ static void make_world(world *w)
                              .inter = w->inter,
                              .shared_inter = w->shared ? SHARED_INTER : 0,
                              .dtype = w->dtype,
+                             .out_dtype = w->out_f32 ? CUMOE_F32 : w->dtype,
                              .flags = gpus && !w->by_few ? CUMOE_MOE_BATCH_INVARIANT
                                                          : 0, /* the same kernels for any tokens */
                              .routing = cumoe_routing_mixtral(w->top_k)};
@@ -154,7 +156,7 @@ static void make_world(world *w)
   w->shared_up = tensor_normal(&r, w->dtype, 2 * SHARED_INTER, w->hidden, 0, .3);
   w->shared_down = tensor_normal(&r, w->dtype, w->hidden, SHARED_INTER, 0, .3);
   w->shared_gate = tensor_normal(&r, w->dtype, 1, w->hidden, 0, .3);
-  w->residual_rows = tensor_normal(&r, w->dtype, w->bias_row ? 1 : rows * w->all, w->hidden, 0, 1);
+  w->residual_rows = tensor_normal(&r, w->desc.out_dtype, w->bias_row ? 1 : rows * w->all, w->hidden, 0, 1);
   w->ids = route_tokens(&r, w->odd_ids ? PATTERN_HOSTILE : PATTERN_UNIFORM, CUMOE_I64, rows * w->all, w->top_k,
                         (int32_t)ids);
   w->weights = tensor_normal(&r, CUMOE_F32, rows * w->all, w->top_k, 0, .5);
@@ -385,7 +387,10 @@ typedef enum layer_part { WHOLE, ROUTED, SHARED } layer_part;
 static tensor whole_layer(const world *w, const int32_t *held, int32_t count, layer_part of)
 {
   const int64_t rows = w->x.rows;
-  const tensor out = tensor_new(of == SHARED ? CUMOE_F32 : w->dtype, rows, w->hidden);
+  const tensor out = tensor_new(of == SHARED   ? CUMOE_F32
+                                : of == ROUTED ? w->dtype
+                                               : w->desc.out_dtype,
+                                rows, w->hidden);
   tensor map = tensor_new(CUMOE_I32, 1, w->experts), here = out;
   cumoe_plan plan = NULL;
   cumoe_weights weights = NULL, shared = NULL;
@@ -484,7 +489,8 @@ static void check_sums(const world *w, const tensor *out)
     const double residual = w->residual ? tensor_get(&w->residual_rows, w->bias_row ? 0 : row, col) : 0;
     const double want = residual + 1.5 * sum[i], off = error[i] + (gpus ? ldexp(fabs(residual), -24) : 0);
     const double got = tensor_get(out, row, col);
-    outside += !lost_row(w, row) && !(got >= round_to(want - off, w->dtype) && got <= round_to(want + off, w->dtype));
+    outside +=
+        !lost_row(w, row) && !(got >= round_to(want - off, out->dtype) && got <= round_to(want + off, out->dtype));
   }
   CHECK_MSG(outside == 0, "%d of %d elements are not the ranks' sum", (int)outside, (int)count);
 }
@@ -611,8 +617,8 @@ static void make_arena(rank *r)
   r->present = tensor_new(CUMOE_I32, 1, 1);
   tensor_set(&r->present, 0, 0, (double)r->w->tokens[r->number]);
   upload(r->context, &r->present);
-  r->fewer = tensor_new(r->w->dtype, r->w->tokens[r->number], r->w->hidden);
-  r->others = tensor_new(r->w->dtype, r->w->tokens[r->number], r->w->hidden);
+  r->fewer = tensor_new(r->out->dtype, r->w->tokens[r->number], r->w->hidden);
+  r->others = tensor_new(r->out->dtype, r->w->tokens[r->number], r->w->hidden);
   r->turned = turned_placement(r->w);
   upload_world(r->context, &r->here);
   upload(r->context, &r->counts_here);
@@ -777,7 +783,7 @@ static cumoe_status replay_fewer(rank *r, int32_t lane, cumoe_status status, cum
   status = settle(r, lane, status);
   if (status == CUMOE_OK) status = cumoe_graph_launch(r->context, graph, r->streams[lane]);
   if (status == CUMOE_OK) status = cumoe_synchronize(r->context, r->streams[lane]);
-  const size_t row = (size_t)r->w->hidden * cumoe_dtype_bytes((cumoe_dtype)r->w->dtype);
+  const size_t row = (size_t)r->w->hidden * cumoe_dtype_bytes((cumoe_dtype)r->out->dtype);
   if (status == CUMOE_OK && tokens)
     status =
         cumoe_copy_to_host(r->context, r->fewer.data, (size_t)tokens * row,
@@ -819,7 +825,7 @@ static cumoe_status replay_others(rank *r, cumoe_status status, cumoe_graph grap
   status = settle(r, 0, status);
   if (status == CUMOE_OK) status = cumoe_graph_launch(r->context, graph, r->streams[0]);
   if (status == CUMOE_OK) status = cumoe_synchronize(r->context, r->streams[0]);
-  const size_t row = (size_t)r->w->hidden * cumoe_dtype_bytes((cumoe_dtype)r->w->dtype);
+  const size_t row = (size_t)r->w->hidden * cumoe_dtype_bytes((cumoe_dtype)r->out->dtype);
   if (status == CUMOE_OK && tokens)
     status = cumoe_copy_to_host(r->context, r->others.data, (size_t)tokens * row,
                                 rows_of(&r->out_here, r->first, tokens), r->streams[0]);
@@ -1131,7 +1137,7 @@ static void check_fewer(const world *w, const rank *ranks, const tensor *out)
 {
   for (int32_t r = 0; r < w->ranks; r++)
     for (int64_t t = 0; w->replays && w->counted && t < w->tokens[r]; t++) {
-      const size_t row = (size_t)w->hidden * cumoe_dtype_bytes((cumoe_dtype)w->dtype);
+      const size_t row = (size_t)w->hidden * cumoe_dtype_bytes((cumoe_dtype)out->dtype);
       const unsigned char *got = ranks[r].fewer.data + (size_t)t * row;
       const unsigned char *all = rows_of(out, w->all + ranks[r].first + t, 1).data;
       bool untouched = true;
@@ -1145,7 +1151,7 @@ static void check_others(const world *w, const rank *ranks, const tensor *out)
 {
   for (int32_t r = 0; w->replays && w->lanes == 1 && r < w->ranks; r++) {
     const cumoe_view want = rows_of(out, w->all + ranks[r].first, w->tokens[r]);
-    const size_t bytes = (size_t)(w->tokens[r] * want.ld) * cumoe_dtype_bytes((cumoe_dtype)w->dtype);
+    const size_t bytes = (size_t)(w->tokens[r] * want.ld) * cumoe_dtype_bytes((cumoe_dtype)want.dtype);
     CHECK_MSG(bytes == 0 || memcmp(ranks[r].others.data, want.data, bytes) == 0, "rank %d", (int)r);
   }
 }
@@ -1180,7 +1186,7 @@ static void run_world(const world *given, bool dedup)
   make_world(&w);
   w.keeps &= !gpus;
   w.replays = gpus && !w.parts && !comms;
-  const tensor out = tensor_new(w.dtype, w.x.rows, w.hidden);
+  const tensor out = tensor_new(w.desc.out_dtype, w.x.rows, w.hidden);
   const int64_t begin = now_ms();
   run_ranks(&w, &out, ranks, NOBODY, NONE, gpus ? PATIENT : 0);
   say_long(&w, begin);
@@ -1711,6 +1717,40 @@ static const world worlds[] = {
      .from_logits = true,
      .keeps = true,
      .parts = true,
+     .shared = true},
+    {.name = "out in f32, residual",
+     .ranks = 2,
+     .experts = 8,
+     .top_k = 2,
+     .dtype = CUMOE_BF16,
+     .capacity = 4,
+     .tokens_max = 6,
+     .tokens = {6, 1},
+     .exact = true,
+     .out_f32 = true,
+     .residual = true},
+    {.name = "sums as packets and lines in f32, residual",
+     .ranks = 2,
+     .experts = 8,
+     .top_k = 3,
+     .dtype = CUMOE_F16,
+     .hidden = 264,
+     .inter = 16,
+     .capacity = 20,
+     .tokens_max = 6,
+     .tokens = {5, 6},
+     .varies = true,
+     .out_f32 = true,
+     .residual = true},
+    {.name = "sums in f32 as rows, a gated shared expert, in rounds",
+     .ranks = 2,
+     .experts = 6,
+     .top_k = 2,
+     .dtype = CUMOE_BF16,
+     .capacity = 34,
+     .tokens_max = 40,
+     .tokens = {40, 33},
+     .out_f32 = true,
      .shared = true},
     {.name = "sums of eight ranks, counted, in rounds",
      .ranks = 8,
@@ -2377,6 +2417,7 @@ static world random_world(rng *r)
   w.counted = w.lanes == 1 && w.tokens_max && rng_below(r, 2); /* lanes would share the count */
   w.exact = rng_below(r, 2);
   w.residual = rng_below(r, 2);
+  w.out_f32 = rng_below(r, 3) == 0;
   bool *const routes[] = {&w.routed, &w.chosen, &w.from_logits, &w.apart};
   const int64_t route = rng_below(r, 5);
   if (route < 4) *routes[route] = true;
