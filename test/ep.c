@@ -45,6 +45,7 @@ typedef struct world {
   bool apart, keeps, ungated;       /* router_x; ids_out and weights_out; a shared expert without a gate */
   bool by_few;                      /* the experts, on a GPU: by the kernels of so many rows */
   bool aside, own;                /* rows aside, and own tokens a layer of their own, however few; of one rank a GPU */
+  bool ruled;                     /* by a router's bias, rounded and scaled logits, experts' scales */
   bool out_f32;                   /* out, and what is added to it */
   bool varies;                    /* calls say in turn tokens_max, the group's room, three times tokens_max */
   const uint64_t *says;           /* of each rank: its mask, 0: makes no call of it */
@@ -56,7 +57,7 @@ typedef struct world {
   cumoe_moe_desc desc;
   int64_t all; /* tokens of all ranks */
   tensor x, router, gate_up, down, shared_up, shared_down, shared_gate, residual_rows, ids, weights, placement;
-  tensor logits, router_apart, x_apart, ids_kept, weights_kept, bias;
+  tensor logits, router_apart, x_apart, ids_kept, weights_kept, bias, router_bias, expert_scale;
   host_projection coded[2];                         /* with a format: gate_up, down */
   int32_t local[MOST_RANKS], (*held)[MOST_EXPERTS]; /* experts of each rank, by their local number */
 } world;
@@ -148,6 +149,7 @@ static void make_world(world *w)
   if (w->groups) w->desc.routing = cumoe_routing_deepseek_v3(w->top_k, w->groups, w->groups / 2, 2.5f);
   w->desc.routing.zero_experts = w->zero;
   w->desc.routing.identity_experts = w->identity;
+  if (w->ruled) w->desc.routing.logits_dtype = CUMOE_F16, w->desc.routing.logit_scale = .5f;
   if (w->weigh_input) w->desc.routing.flags |= CUMOE_ROUTE_WEIGHT_ON_INPUT;
   w->x = tensor_normal(&r, w->dtype, rows * w->all, w->hidden, 0, 1);
   w->router = tensor_normal(&r, w->dtype, ids, w->hidden, 0, .4);
@@ -162,6 +164,8 @@ static void make_world(world *w)
   w->weights = tensor_normal(&r, CUMOE_F32, rows * w->all, w->top_k, 0, .5);
   w->logits = tensor_normal(&r, CUMOE_F32, rows * w->all, ids, 0, 1);
   w->bias = tensor_normal(&r, CUMOE_F32, 1, ids, 0, .1);
+  w->router_bias = tensor_normal(&r, CUMOE_F32, 1, ids, 0, 1);
+  w->expert_scale = tensor_normal(&r, CUMOE_F32, 1, ids, 1, .3);
   w->router_apart = tensor_normal(&r, w->dtype, ids, ROUTER_WIDTH, 0, .4);
   w->x_apart = tensor_normal(&r, w->dtype, rows * w->all, ROUTER_WIDTH, 0, 1);
   make_kept(w);
@@ -248,6 +252,7 @@ static cumoe_moe_args tokens_args(const world *w, int64_t first, int64_t tokens,
   else
     a.router_weight = w->apart ? rows_of(&w->router_apart, 0, w->router.rows) : rows_of(&w->router, 0, w->router.rows);
   if (w->groups) a.select_bias = rows_of(&w->bias, 0, 1);
+  if (w->ruled) a.router_bias = rows_of(&w->router_bias, 0, 1), a.expert_scale = rows_of(&w->expert_scale, 0, 1);
   if (w->apart) a.router_x = rows_of(&w->x_apart, first, tokens);
   if (w->keeps && !w->chosen) a.ids_out = as_mut(rows_of(&w->ids_kept, first, tokens));
   if (w->keeps) a.weights_out = as_mut(rows_of(&w->weights_kept, first, tokens));
@@ -322,7 +327,8 @@ static void upload_world(cumoe_context context, world *w)
 {
   tensor *const all[] = {&w->x,           &w->router,      &w->gate_up,       &w->down,    &w->shared_up,
                          &w->shared_down, &w->shared_gate, &w->residual_rows, &w->ids,     &w->weights,
-                         &w->placement,   &w->logits,      &w->router_apart,  &w->x_apart, &w->bias};
+                         &w->placement,   &w->logits,      &w->router_apart,  &w->x_apart, &w->bias,
+                         &w->router_bias, &w->expert_scale};
   for (size_t i = 0; i < sizeof all / sizeof *all; i++) upload(context, all[i]);
   for (int i = 0; i < 2; i++) {
     upload(context, &w->coded[i].data);
@@ -1752,6 +1758,17 @@ static const world worlds[] = {
      .tokens = {40, 33},
      .out_f32 = true,
      .shared = true},
+    {.name = "a router's bias, rounded and scaled logits, experts' scales",
+     .ranks = 2,
+     .experts = 8,
+     .top_k = 3,
+     .dtype = CUMOE_BF16,
+     .capacity = 5,
+     .tokens_max = 7,
+     .tokens = {7, 4},
+     .ruled = true,
+     .keeps = true,
+     .exact = true},
     {.name = "sums of eight ranks, counted, in rounds",
      .ranks = 8,
      .experts = 16,
@@ -2380,6 +2397,7 @@ static void randomise_features(rng *r, world *w)
   w->spread = (spread)rng_below(r, w->ranks > 1 && w->exact ? 4 : 3);
   w->moves = w->spread == TWICE && w->routed && rng_below(r, 2);
   w->odd_ids = w->routed && rng_below(r, 3) == 0;
+  w->ruled = !w->routed && !w->from_logits && rng_below(r, 3) == 0;
   w->zero = (int32_t)(rng_below(r, 4) == 0 ? rng_below(r, 4) : 0);
   w->identity = (int32_t)(w->exact && rng_below(r, 4) == 0 ? rng_below(r, 4) : 0);
   w->weigh_input = !w->identity && rng_below(r, 4) == 0;
