@@ -1,6 +1,6 @@
 /*
  * Parts of weights where they lie: a rank's slice of an expert, read in place with its origin, gives the whole's bits;
- * a scale of a matrix or channel gives the bits of blocks that all have it; and nothing is read past the end of codes,
+ * ranks' shares of inter add up to the whole layer; a scale of a matrix or channel gives the bits of blocks that all have it; and nothing is read past the end of codes,
  * scales, zero points, orders or activations.
  */
 #include <math.h>
@@ -51,6 +51,29 @@ static cumoe_projection slice_of(const cumoe_projection *p, cumoe_format *f, sli
   return part;
 }
 
+/* What a layer of these weights answers for tokens that the caller has routed. */
+static tensor layer_by(cumoe_context context, const cumoe_moe_desc *desc, const cumoe_weights_desc *d, cumoe_view x,
+                       const tensor *ids, const tensor *weights)
+{
+  cumoe_weights bound = NULL;
+  cumoe_plan plan = NULL;
+  size_t bytes = 0;
+  CHECK_OK(cumoe_weights_bind(context, d, &bound));
+  CHECK_OK(cumoe_plan_create(context, desc, &plan));
+  CHECK_OK(cumoe_plan_workspace(plan, x.rows, &bytes));
+  const int32_t out = desc->out_dtype ? desc->out_dtype : desc->dtype;
+  const cumoe_moe_args a = {.size = sizeof a,
+                            .x = x,
+                            .ids = device_put(context, ids, 0),
+                            .weights = device_put(context, weights, 0),
+                            .out = device_new(context, out, x.rows, desc->hidden, 0),
+                            .workspace = device_new(context, CUMOE_U8, 1, (int64_t)bytes, 0)};
+  CHECK_OK(cumoe_moe_forward(plan, bound, &a, NULL));
+  CHECK_OK(cumoe_weights_destroy(bound));
+  CHECK_OK(cumoe_plan_destroy(plan));
+  return device_get(context, cumoe_const(a.out));
+}
+
 /* Down hands h on: column n of out is channel n of h. */
 static tensor layer_of(cumoe_context context, const cumoe_projection *up, cumoe_format f, slice s, const tensor *x)
 {
@@ -75,22 +98,7 @@ static tensor layer_of(cumoe_context context, const cumoe_projection *up, cumoe_
   d.up_format = f;
   d.up = *up;
   d.down.data = device_put(context, &down, 0);
-  cumoe_weights bound = NULL;
-  cumoe_plan plan = NULL;
-  size_t bytes = 0;
-  CHECK_OK(cumoe_weights_bind(context, &d, &bound));
-  CHECK_OK(cumoe_plan_create(context, &desc, &plan));
-  CHECK_OK(cumoe_plan_workspace(plan, TOKENS, &bytes));
-  const cumoe_moe_args a = {.size = sizeof a,
-                            .x = part_of(device_put(context, x, 0), 0, TOKENS, s.k, s.depth),
-                            .ids = device_put(context, &ids, 0),
-                            .weights = device_put(context, &weights, 0),
-                            .out = device_new(context, CUMOE_BF16, TOKENS, s.depth, 0),
-                            .workspace = device_new(context, CUMOE_U8, 1, (int64_t)bytes, 0)};
-  CHECK_OK(cumoe_moe_forward(plan, bound, &a, NULL));
-  CHECK_OK(cumoe_weights_destroy(bound));
-  CHECK_OK(cumoe_plan_destroy(plan));
-  return device_get(context, cumoe_const(a.out));
+  return layer_by(context, &desc, &d, part_of(device_put(context, x, 0), 0, TOKENS, s.k, s.depth), &ids, &weights);
 }
 
 /* Channels of the slice alone, and of x what it multiplies alone. */
@@ -158,6 +166,146 @@ static void test_slices(cumoe_context context)
       if (!on_device(context) || same_sums(&f, slices[s])) check_slice(context, &p, &f, slices[s]);
     case_end();
   }
+}
+
+/* ---- shares ---------------------------------------------------------------------------------------- */
+
+/* A layer of few tokens, whose experts' channels are dealt to ranks, each with all of hidden: a share of down begins
+ * anywhere in its blocks along in. */
+enum { FEW = 12 };
+static const int64_t few_tokens[] = {1, 2, 3, 8, FEW};
+enum { COUNTS = sizeof few_tokens / sizeof *few_tokens };
+
+typedef struct split_layer {
+  cumoe_moe_desc desc;
+  host_weights host;
+  cumoe_projection gate, up, down;
+  tensor x, ids, weights; /* of FEW tokens, an expert each */
+} split_layer;
+
+/* The ranks' sums, and how far they may be off. */
+typedef struct split_sums {
+  bounded *of[COUNTS]; /* [tokens, hidden] */
+} split_sums;
+
+static split_layer split_new(cumoe_context context, rng *r, cumoe_format f, int32_t dtype, int32_t hidden,
+                             int32_t inter)
+{
+  split_layer w = {.desc = {.size = sizeof w.desc,
+                            .num_experts = EXPERTS,
+                            .local_experts = EXPERTS,
+                            .hidden = hidden,
+                            .inter = inter,
+                            .dtype = dtype,
+                            .out_dtype = CUMOE_F32,
+                            .routing = cumoe_routing_make(CUMOE_SCORE_SOFTMAX, 1, 0),
+                            .up_format = f,
+                            .down_format = f}};
+  const weights_form form = {CUMOE_GATE_UP_SEPARATE, CUMOE_OUT_IN, CUMOE_OUT_IN, .up = f, .down = f};
+  w.host = random_weights(r, &w.desc, EXPERTS, inter, form);
+  w.gate = put(context, &w.host.gate);
+  w.up = put(context, &w.host.up);
+  w.up.input_scale = w.gate.input_scale;
+  w.down = put(context, &w.host.down);
+  w.x = tensor_normal(r, dtype, FEW, hidden, 0, 1);
+  w.ids = tensor_new(CUMOE_I32, FEW, 1);
+  w.weights = tensor_normal(r, CUMOE_F32, FEW, 1, 0, 1);
+  for (int t = 0; t < FEW; t++) tensor_set(&w.ids, t, 0, t % EXPERTS);
+  return w;
+}
+
+/* What the channels from `first` on add, of all tokens, by the oracle: [FEW, hidden]. */
+static bounded *share_answers(const split_layer *w, const cumoe_moe_desc *desc, int32_t first)
+{
+  const int32_t hidden = desc->hidden, width = desc->inter;
+  bounded *want = scratch((size_t)FEW * (size_t)hidden, sizeof *want);
+  host_weights share = w->host;
+  const layer_case c = {
+      .desc = desc, .weights = &share, .x = &w->x, .ids = &w->ids, .id_weights = &w->weights, .out_scale = 1};
+  share.inter = width;
+  share.up_format = desc->up_format;
+  share.down_format = desc->down_format;
+  for (int part = 0; part < 3; part++) { /* rows of inter channels; of down, columns */
+    const int64_t rows = part == PLAIN_DOWN ? EXPERTS * hidden : EXPERTS, run = part == PLAIN_DOWN ? 1 : hidden;
+    double *to = share.plain[part] = scratch((size_t)(rows * width * run), sizeof *to);
+    for (int64_t i = 0; i < rows; i++)
+      memcpy(to + i * width * run, w->host.plain[part] + (i * w->desc.inter + first) * run,
+             (size_t)(width * run) * sizeof *to);
+  }
+  for (int64_t t = 0; t < FEW; t++) memcpy(want + t * hidden, oracle_layer(&c, t).out, (size_t)hidden * sizeof *want);
+  return want;
+}
+
+/* A rank's answers for each number of tokens, onto the sums. */
+static void run_share(cumoe_context context, const split_layer *w, int32_t first, int32_t width, split_sums *sums)
+{
+  const int32_t hidden = w->desc.hidden;
+  const slice up = {first, width, 0, hidden}, down = {0, hidden, first, width};
+  cumoe_moe_desc desc = w->desc;
+  cumoe_weights_desc d = weights_desc(&w->host);
+  cumoe_format again = desc.up_format;
+  desc.inter = d.inter = width;
+  d.gate = slice_of(&w->gate, &again, up);
+  d.up = slice_of(&w->up, &desc.up_format, up);
+  d.down = slice_of(&w->down, &desc.down_format, down);
+  d.up_format = desc.up_format;
+  d.down_format = desc.down_format;
+  const bounded *want = share_answers(w, &desc, first);
+  const cumoe_view x = device_put(context, &w->x, 0);
+  for (int i = 0; i < COUNTS; i++) {
+    tensor ids = w->ids, weights = w->weights;
+    ids.rows = weights.rows = few_tokens[i];
+    const tensor got = layer_by(context, &desc, &d, part_of(x, 0, few_tokens[i], 0, hidden), &ids, &weights);
+    check_bounded("a share", &got, want);
+    for (int64_t at = 0; at < few_tokens[i] * hidden; at++) {
+      sums->of[i][at].value += tensor_get(&got, 0, at);
+      sums->of[i][at].bound += want[at].bound + unit_roundoff(desc.dtype) * fabs(want[at].value);
+    }
+  }
+}
+
+/* Each share was right by itself, and what is rounded is each share, not the whole. */
+static void check_split_sums(const split_layer *w, const split_sums *sums)
+{
+  const bounded *want = share_answers(w, &w->desc, 0);
+  for (int i = 0; i < COUNTS; i++)
+    for (int64_t at = 0; at < few_tokens[i] * w->desc.hidden; at++) {
+      const bounded is = sums->of[i][at];
+      const double off = is.bound + want[at].bound + unit_roundoff(w->desc.dtype) * fabs(want[at].value);
+      if (!CHECK_MSG(fabs(is.value - want[at].value) <= off, "%d tokens, element %d: the shares' sum is %g, want %g",
+                     (int)few_tokens[i], (int)at, is.value, want[at].value))
+        return;
+    }
+}
+
+static void run_shares(cumoe_context context, const split_layer *w, int32_t width)
+{
+  split_sums sums;
+  for (int i = 0; i < COUNTS; i++) sums.of[i] = scratch((size_t)(few_tokens[i] * w->desc.hidden), sizeof *sums.of[i]);
+  for (int32_t first = 0; first < w->desc.inter; first += width) run_share(context, w, first, width, &sums);
+  const int32_t rows = w->desc.down_format.rows; /* a group's or token's scale is each share's own */
+  if (rows != CUMOE_ROWS_GROUP && rows != CUMOE_ROWS_TOKEN) check_split_sums(w, &sums);
+}
+
+/* As models are split: 768 channels on four ranks, 1408 on two. */
+static void test_shares(cumoe_context context)
+{
+  static const int32_t inters[] = {768, 1408}, widths[] = {192, 704};
+  cumoe_format f;
+  const char *name;
+  oracle_device = on_device(context) ? DEVICE_ANY : 0;
+  for (int i = 0; (name = format_name(i, &f)) != NULL; i++)
+    for (int which = 0; which < 2; which++) {
+      rng r = {(uint64_t)(2 * i + which) + 3};
+      if (f.act_order || (!on_device(context) && which != i % 2)) continue; /* an order is of all of k */
+      f.joined = 0;
+      case_begin("shares: %s, %d of %d", name, widths[which], inters[which]);
+      const split_layer w =
+          split_new(context, &r, f, i / 2 % 2 ? CUMOE_F16 : CUMOE_BF16, on_device(context) ? 160 : 64, inters[which]);
+      run_shares(context, &w, widths[which]);
+      case_end();
+    }
+  oracle_device = 0;
 }
 
 /* ---- equal scales ---------------------------------------------------------------------------------- */
@@ -273,7 +421,7 @@ static void test_ends(cumoe_context context)
   }
 }
 
-static const test_group groups[] = {GROUP("slices", test_slices, ANYWHERE),
+static const test_group groups[] = {GROUP("slices", test_slices, ANYWHERE), GROUP("shares", test_shares, ANYWHERE),
                                     GROUP("equal scales", test_equal_scales, ANYWHERE),
                                     GROUP("ends", test_ends, ON_CPU)};
 TEST_MAIN(groups)
