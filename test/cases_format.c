@@ -133,24 +133,24 @@ static int64_t unit_of(const cumoe_format *f)
   return format_is_dense(f) ? 8 : 128 / format_code_bits(f);
 }
 
-/* Whether gate and up may be interleaved. */
-static bool takes_interleaved(const cumoe_format *f)
+/* Of gate and up. */
+static bool takes_order(const cumoe_format *f, int32_t order)
 {
   const bool even = f->block[0] <= 1 || (f->block[0] % 2 == 0 && f->origin[0] % 2 == 0);
-  return even && !f->joined && f->zero != CUMOE_ZERO_CODES_OUT;
+  if (f->joined) return order <= CUMOE_UP_GATE_CONCAT;
+  if (order != CUMOE_GATE_UP_INTERLEAVED && order != CUMOE_UP_GATE_INTERLEAVED) return true;
+  return even && f->zero != CUMOE_ZERO_CODES_OUT;
 }
 
 void format_random_form(rng *r, layer_spec *s)
 {
-  const cumoe_format *f = &s->desc.up_format;
+  const cumoe_moe_desc *d = &s->desc;
   layer_random_form(r, s);
   do s->form.gate_order = (int32_t)(CUMOE_GATE_UP_CONCAT + rng_below(r, 6));
-  while ((f->joined && s->form.gate_order > CUMOE_UP_GATE_CONCAT) ||
-         (!takes_interleaved(f) &&
-          (s->form.gate_order == CUMOE_GATE_UP_INTERLEAVED || s->form.gate_order == CUMOE_UP_GATE_INTERLEAVED)));
+  while (!takes_order(&d->up_format, s->form.gate_order) || !takes_order(&d->shared_up_format, s->form.gate_order));
   if (s->form.gate_order == CUMOE_UNGATED) s->desc.flags |= CUMOE_MOE_UNGATED;
-  if (!format_is_dense(f)) s->form.up_major = CUMOE_OUT_IN;
-  if (!format_is_dense(&s->desc.down_format)) s->form.down_major = CUMOE_OUT_IN;
+  if (!format_is_dense(&d->up_format) || !format_is_dense(&d->shared_up_format)) s->form.up_major = CUMOE_OUT_IN;
+  if (!format_is_dense(&d->down_format) || !format_is_dense(&d->shared_down_format)) s->form.down_major = CUMOE_OUT_IN;
   s->form.per_expert = rng_below(r, 2);
   s->form.gap = (int32_t)rng_below(r, 4);
   s->form.one_global = rng_below(r, 2);
@@ -171,11 +171,19 @@ static int32_t rounded_up(int64_t width, const cumoe_format *f)
   return (int32_t)((width + unit - 1) / unit * unit);
 }
 
+/* Units are powers of two. */
+void format_widths(layer_spec *s)
+{
+  cumoe_moe_desc *d = &s->desc;
+  d->hidden = rounded_up(rounded_up(d->hidden, &d->up_format), &d->shared_up_format);
+  d->inter = rounded_up(d->inter, &d->down_format);
+  d->shared_inter = rounded_up(d->shared_inter, &d->shared_down_format);
+}
+
 void format_layer(layer_spec *s, cumoe_format f, int parts)
 {
   set_formats(s, f, parts);
-  s->desc.hidden = rounded_up(s->desc.hidden, &s->desc.up_format);
-  s->desc.inter = rounded_up(s->desc.inter, &s->desc.down_format);
+  format_widths(s);
 }
 
 static layer_spec spec_with(rng *r, cumoe_format f, int parts, int32_t dtype, int64_t tokens, int64_t hidden,

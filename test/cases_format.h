@@ -11,6 +11,7 @@ enum { FORMAT_OF_UP = 1, FORMAT_OF_DOWN = 2, FORMAT_OF_BOTH = 3 };
 
 /* The format where `parts` says, and widths rounded up to what it takes. */
 void format_layer(layer_spec *s, cumoe_format f, int parts);
+void format_widths(layer_spec *s); /* rounded up to what the layer's formats take */
 /* An order of gate and up that the formats take, pointers, gaps, biases. */
 void format_random_form(rng *r, layer_spec *s);
 

@@ -165,7 +165,7 @@ static layer_spec random_spec(rng *r, cumoe_context context, int32_t dtype)
   if (rng_below(r, 3) == 0) s.desc.local_experts = 1 + (int32_t)rng_below(r, s.desc.num_experts);
   s.expert_map = rng_below(r, 2);
   if (!(s.desc.flags & CUMOE_MOE_UNREDUCED)) {
-    s.residual = (residual_form)rng_below(r, 3);
+    s.residual = (residual_form)rng_below(r, 4);
     if (rng_below(r, 2)) s.desc.shared_inter = (int32_t)multiple_of_8(r, 100);
     s.shared_gate = s.desc.shared_inter && rng_below(r, 2);
     s.out_scale = rng_below(r, 2) ? 0.f : 0.75f;
@@ -193,23 +193,42 @@ static void sweep_random(cumoe_context context, int32_t dtype)
   group_end();
 }
 
-/* Some as wide as a model's, with fewer tokens. */
+static cumoe_format random_format(rng *r, bool joins, const char **name)
+{
+  int formats = 0;
+  cumoe_format f;
+  while (format_name(formats, &f)) formats++;
+  do *name = format_name((int)rng_below(r, formats), &f);
+  while (f.joined && !joins); /* halves that are one */
+  return f;
+}
+
+/* Some as wide as a model's, of few tokens and of more; and some of many rows an expert. */
+static void random_size(rng *r, layer_spec *s)
+{
+  static const int64_t tokens[] = {13, 100, 1200};
+  const int64_t which = rng_below(r, 5), wide = which < 2 ? 24 : 6;
+  if (which > 2) return;
+  s->tokens = rng_below(r, tokens[which]);
+  s->distinct = s->tokens > 61 && which == 2 ? 61 : 0;
+  s->device_tokens = (int32_t)rng_below(r, s->tokens + 1);
+  s->desc.hidden = 64 * (1 + (int32_t)rng_below(r, wide)), s->desc.inter = 64 * (1 + (int32_t)rng_below(r, wide));
+}
+
+/* Up and down of a format, or one of them; or each of another. So are those of the shared expert. */
 static layer_spec random_format_spec(rng *r, cumoe_context context, int32_t dtype, const char **name)
 {
   layer_spec s = random_spec(r, context, dtype);
   const bool ungated = s.desc.flags & CUMOE_MOE_UNGATED;
   const uint32_t flags = s.desc.flags;
-  int formats = 0;
-  cumoe_format f;
-  while (format_name(formats, &f)) formats++;
-  do *name = format_name((int)rng_below(r, formats), &f);
-  while (f.joined && ungated); /* halves that are one */
-  if (on_device(context) && rng_below(r, 3) == 0) {
-    s.tokens = rng_below(r, 100), s.distinct = 0;
-    s.device_tokens = (int32_t)rng_below(r, s.tokens + 1);
-    s.desc.hidden = 64 * (1 + (int32_t)rng_below(r, 24)), s.desc.inter = 64 * (1 + (int32_t)rng_below(r, 24));
-  }
+  const char *other;
+  const cumoe_format f = random_format(r, !ungated, name);
+  if (on_device(context)) random_size(r, &s);
   format_layer(&s, f, 1 + (int)rng_below(r, 3));
+  if (rng_below(r, 4) == 0) s.desc.down_format = random_format(r, false, &other);
+  if (s.desc.shared_inter && rng_below(r, 3)) s.desc.shared_up_format = random_format(r, !ungated, &other);
+  if (s.desc.shared_inter && rng_below(r, 3)) s.desc.shared_down_format = random_format(r, false, &other);
+  format_widths(&s);
   do {
     s.desc.flags = flags;
     format_random_form(r, &s);
