@@ -21,7 +21,7 @@
 #include "cases_format.h"
 
 enum { MOST_RANKS = 70, MOST_LANES = 2, MOST_EXPERTS = 256, CALLS = 3 };
-enum { SHARED_INTER = 24, ROUTER_WIDTH = 16, POISON = 0xff };
+enum { SHARED_INTER = 24, SHARED_CODED = 32, ROUTER_WIDTH = 16, POISON = 0xff };
 enum { SPARE = 1 << 20 }; /* bytes behind an arena: what is laid into it on purpose ends before other memory begins */
 
 static int32_t gpus; /* 0: the CPU device */
@@ -44,21 +44,21 @@ typedef struct world {
   bool moves;                       /* every second call, experts in two places are in the second alone */
   bool apart, keeps, ungated;       /* router_x; ids_out and weights_out; a shared expert without a gate */
   bool by_few;                      /* the experts, on a GPU: by the kernels of so many rows */
-  bool aside, own;                /* rows aside, and own tokens a layer of their own, however few; of one rank a GPU */
-  bool ruled;                     /* by a router's bias, rounded and scaled logits, experts' scales */
-  bool out_f32;                   /* out, and what is added to it */
-  bool varies;                    /* calls say in turn tokens_max, the group's room, three times tokens_max */
-  const uint64_t *says;           /* of each rank: its mask, 0: makes no call of it */
-  int32_t aborts;                 /* so many say it; the first of them aborts at once when it has been told, */
-  int64_t meanwhile;              /* or meanwhile, by another thread, after so many ns; 0: not */
-  cumoe_format format;            /* of the experts' weights, or zeros */
-  int32_t zero, identity, groups; /* of experts, which are ranked by their sigmoids and a bias */
+  bool aside, own;      /* rows aside, and own tokens a layer of their own, however few; of one rank a GPU */
+  bool ruled;           /* by a router's bias, rounded and scaled logits, experts' scales */
+  bool out_f32;         /* out, and what is added to it */
+  bool varies;          /* calls say in turn tokens_max, the group's room, three times tokens_max */
+  const uint64_t *says; /* of each rank: its mask, 0: makes no call of it */
+  int32_t aborts;       /* so many say it; the first of them aborts at once when it has been told, */
+  int64_t meanwhile;    /* or meanwhile, by another thread, after so many ns; 0: not */
+  cumoe_format format, shared_format; /* of the experts' weights and of the shared expert's, or zeros */
+  int32_t zero, identity, groups;     /* of experts, which are ranked by their sigmoids and a bias */
   /* made */
   cumoe_moe_desc desc;
   int64_t all; /* tokens of all ranks */
-  tensor x, router, gate_up, down, shared_up, shared_down, shared_gate, residual_rows, ids, weights, placement;
+  tensor x, router, shared_gate, residual_rows, ids, weights, placement;
   tensor logits, router_apart, x_apart, ids_kept, weights_kept, bias, router_bias, expert_scale;
-  host_projection coded[2];                         /* with a format: gate_up, down */
+  host_projection experts_of[2], shared_of[2];      /* gate_up, down */
   int32_t local[MOST_RANKS], (*held)[MOST_EXPERTS]; /* experts of each rank, by their local number */
 } world;
 
@@ -113,14 +113,13 @@ static void misplace(world *w)
     tensor_set(&w->placement, call * w->experts, 0, cumoe_ep_place(rank, w->local[rank]));
 }
 
-static void make_coded(world *w, rng *r)
+static void make_coded(const world *w, rng *r, cumoe_format f, int32_t experts, int32_t inter, host_projection of[2])
 {
-  if (format_is_dense(&w->format)) return;
-  w->desc.up_format = w->desc.down_format = w->format;
-  const weights_form form = {CUMOE_GATE_UP_CONCAT, CUMOE_OUT_IN, CUMOE_OUT_IN, .up = w->format, .down = w->format};
-  const host_weights all = random_weights(r, &w->desc, w->experts, w->inter, form);
-  w->coded[0] = all.gate_up;
-  w->coded[1] = all.down;
+  const weights_form form = {CUMOE_GATE_UP_CONCAT, CUMOE_OUT_IN, CUMOE_OUT_IN, .up = f, .down = f};
+  if (format_is_dense(&f)) return;
+  const host_weights all = random_weights(r, &w->desc, experts, inter, form);
+  of[0] = all.gate_up;
+  of[1] = all.down;
 }
 
 static void make_kept(world *w)
@@ -133,6 +132,7 @@ static void make_world(world *w)
 {
   rng r = {(uint64_t)w->ranks * 131 + (uint64_t)w->top_k};
   const int64_t rows = w->lanes ? CALLS * w->lanes : CALLS, ids = w->experts + w->zero + w->identity;
+  const int32_t shared_inter = format_is_dense(&w->shared_format) ? SHARED_INTER : SHARED_CODED;
   if (w->lanes == 0) w->lanes = 1;
   if (w->hidden == 0) w->hidden = 32, w->inter = 16;
   for (int32_t i = 0; i < w->ranks; i++) w->all += w->tokens[i];
@@ -140,12 +140,16 @@ static void make_world(world *w)
                              .num_experts = w->experts,
                              .hidden = w->hidden,
                              .inter = w->inter,
-                             .shared_inter = w->shared ? SHARED_INTER : 0,
+                             .shared_inter = w->shared ? shared_inter : 0,
                              .dtype = w->dtype,
                              .out_dtype = w->out_f32 ? CUMOE_F32 : w->dtype,
                              .flags = gpus && !w->by_few ? CUMOE_MOE_BATCH_INVARIANT
                                                          : 0, /* the same kernels for any tokens */
-                             .routing = cumoe_routing_mixtral(w->top_k)};
+                             .routing = cumoe_routing_mixtral(w->top_k),
+                             .up_format = w->format,
+                             .down_format = w->format,
+                             .shared_up_format = w->shared_format,
+                             .shared_down_format = w->shared_format};
   if (w->groups) w->desc.routing = cumoe_routing_deepseek_v3(w->top_k, w->groups, w->groups / 2, 2.5f);
   w->desc.routing.zero_experts = w->zero;
   w->desc.routing.identity_experts = w->identity;
@@ -153,10 +157,10 @@ static void make_world(world *w)
   if (w->weigh_input) w->desc.routing.flags |= CUMOE_ROUTE_WEIGHT_ON_INPUT;
   w->x = tensor_normal(&r, w->dtype, rows * w->all, w->hidden, 0, 1);
   w->router = tensor_normal(&r, w->dtype, ids, w->hidden, 0, .4);
-  w->gate_up = tensor_normal(&r, w->dtype, w->experts * 2 * w->inter, w->hidden, 0, .3);
-  w->down = tensor_normal(&r, w->dtype, w->experts * w->hidden, w->inter, 0, .3);
-  w->shared_up = tensor_normal(&r, w->dtype, 2 * SHARED_INTER, w->hidden, 0, .3);
-  w->shared_down = tensor_normal(&r, w->dtype, w->hidden, SHARED_INTER, 0, .3);
+  w->experts_of[0].data = tensor_normal(&r, w->dtype, w->experts * 2 * w->inter, w->hidden, 0, .3);
+  w->experts_of[1].data = tensor_normal(&r, w->dtype, w->experts * w->hidden, w->inter, 0, .3);
+  w->shared_of[0].data = tensor_normal(&r, w->dtype, 2 * shared_inter, w->hidden, 0, .3);
+  w->shared_of[1].data = tensor_normal(&r, w->dtype, w->hidden, shared_inter, 0, .3);
   w->shared_gate = tensor_normal(&r, w->dtype, 1, w->hidden, 0, .3);
   w->residual_rows = tensor_normal(&r, w->desc.out_dtype, w->bias_row ? 1 : rows * w->all, w->hidden, 0, 1);
   w->ids = route_tokens(&r, w->odd_ids ? PATTERN_HOSTILE : PATTERN_UNIFORM, CUMOE_I64, rows * w->all, w->top_k,
@@ -169,7 +173,8 @@ static void make_world(world *w)
   w->router_apart = tensor_normal(&r, w->dtype, ids, ROUTER_WIDTH, 0, .4);
   w->x_apart = tensor_normal(&r, w->dtype, rows * w->all, ROUTER_WIDTH, 0, 1);
   make_kept(w);
-  make_coded(w, &r);
+  make_coded(w, &r, w->format, w->experts, w->inter, w->experts_of);
+  make_coded(w, &r, w->shared_format, 1, shared_inter, w->shared_of);
   if (w->weights.rows) tensor_set(&w->weights, 0, 0, 0);
   place_experts(w);
   if (w->misplaces) misplace(w);
@@ -192,52 +197,49 @@ static cumoe_array array_of(const tensor *t, int32_t experts, const int32_t *hel
                        .per_expert = pointers};
 }
 
-/* Gate and up, or down: with a format, or as the world's tensor has them. */
-static cumoe_projection projection_of(const world *w, int which, const int32_t *held, int32_t count,
+static cumoe_projection projection_of(const host_projection *p, int32_t experts, const int32_t *held, int32_t count,
                                       const void *pointers[3][MOST_EXPERTS])
 {
-  const host_projection dense = {.data = which ? w->down : w->gate_up},
-                        *p = format_is_dense(&w->format) ? &dense : &w->coded[which];
-  const cumoe_array data = array_of(&p->data, w->experts, held, count, pointers[0]);
+  const cumoe_array data = array_of(&p->data, experts, held, count, pointers[0]);
   return (cumoe_projection){.data = data.data,
                             .per_expert = data.per_expert,
-                            .scale = array_of(&p->scale, w->experts, held, count, pointers[1]),
-                            .zero = array_of(&p->zero, w->experts, held, count, pointers[2])};
+                            .scale = array_of(&p->scale, experts, held, count, pointers[1]),
+                            .zero = array_of(&p->zero, experts, held, count, pointers[2])};
 }
 
-/* So many experts, where they lie in the whole layer. */
-static cumoe_status bind(const world *w, cumoe_context context, const int32_t *held, int32_t count,
-                         cumoe_weights *weights)
+/* So many experts, where they lie among all. */
+static cumoe_status bind_experts(const world *w, cumoe_context context, const host_projection of[2], cumoe_format f,
+                                 int32_t experts, int32_t inter, const int32_t *held, int32_t count,
+                                 cumoe_weights *weights)
 {
   const void *pointers[2][3][MOST_EXPERTS];
   const cumoe_weights_desc d = {.size = sizeof d,
                                 .experts = count,
                                 .hidden = w->hidden,
-                                .inter = w->inter,
+                                .inter = inter,
                                 .gate_order = CUMOE_GATE_UP_CONCAT,
                                 .up_major = CUMOE_OUT_IN,
                                 .down_major = CUMOE_OUT_IN,
-                                .gate_up = projection_of(w, 0, held, count, pointers[0]),
-                                .down = projection_of(w, 1, held, count, pointers[1]),
-                                .up_format = w->format,
-                                .down_format = w->format,
+                                .gate_up = projection_of(&of[0], experts, held, count, pointers[0]),
+                                .down = projection_of(&of[1], experts, held, count, pointers[1]),
+                                .up_format = f,
+                                .down_format = f,
                                 .dtype = w->dtype};
   return cumoe_weights_bind(context, &d, weights);
 }
 
+static cumoe_status bind(const world *w, cumoe_context context, const int32_t *held, int32_t count,
+                         cumoe_weights *weights)
+{
+  return bind_experts(w, context, w->experts_of, w->format, w->experts, w->inter, held, count, weights);
+}
+
 static cumoe_status bind_shared(const world *w, cumoe_context context, cumoe_weights *weights)
 {
-  const cumoe_weights_desc d = {.size = sizeof d,
-                                .experts = 1,
-                                .hidden = w->hidden,
-                                .inter = SHARED_INTER,
-                                .gate_order = CUMOE_GATE_UP_CONCAT,
-                                .up_major = CUMOE_OUT_IN,
-                                .down_major = CUMOE_OUT_IN,
-                                .gate_up = {.data = rows_of(&w->shared_up, 0, 2 * SHARED_INTER)},
-                                .down = {.data = rows_of(&w->shared_down, 0, w->hidden)}};
+  static const int32_t first = 0;
   *weights = NULL;
-  return w->shared ? cumoe_weights_bind(context, &d, weights) : CUMOE_OK;
+  if (!w->shared) return CUMOE_OK;
+  return bind_experts(w, context, w->shared_of, w->shared_format, 1, w->desc.shared_inter, &first, 1, weights);
 }
 
 /* What is said of tokens first .. of the world. */
@@ -325,15 +327,15 @@ static void upload(cumoe_context context, tensor *t)
 
 static void upload_world(cumoe_context context, world *w)
 {
-  tensor *const all[] = {&w->x,           &w->router,      &w->gate_up,       &w->down,    &w->shared_up,
-                         &w->shared_down, &w->shared_gate, &w->residual_rows, &w->ids,     &w->weights,
-                         &w->placement,   &w->logits,      &w->router_apart,  &w->x_apart, &w->bias,
-                         &w->router_bias, &w->expert_scale};
+  tensor *const all[] = {&w->x,       &w->router,      &w->shared_gate, &w->residual_rows, &w->ids,
+                         &w->weights, &w->placement,   &w->logits,      &w->router_apart,  &w->x_apart,
+                         &w->bias,    &w->router_bias, &w->expert_scale};
+  host_projection *const of[] = {&w->experts_of[0], &w->experts_of[1], &w->shared_of[0], &w->shared_of[1]};
   for (size_t i = 0; i < sizeof all / sizeof *all; i++) upload(context, all[i]);
-  for (int i = 0; i < 2; i++) {
-    upload(context, &w->coded[i].data);
-    upload(context, &w->coded[i].scale);
-    upload(context, &w->coded[i].zero);
+  for (size_t i = 0; i < sizeof of / sizeof *of; i++) {
+    upload(context, &of[i]->data);
+    upload(context, &of[i]->scale);
+    upload(context, &of[i]->zero);
   }
 }
 
@@ -406,7 +408,10 @@ static tensor whole_layer(const world *w, const int32_t *held, int32_t count, la
   v.desc.local_experts = count;
   make_kept(&v);
   if (of != WHOLE) v.residual = false;
-  if (of == ROUTED) v.shared = false, v.desc.shared_inter = 0;
+  if (of == ROUTED) {
+    v.shared = false, v.desc.shared_inter = 0;
+    v.desc.shared_up_format = v.desc.shared_down_format = (cumoe_format){0};
+  }
   v.desc.out_dtype = out.dtype;
   for (int32_t e = 0; e < w->experts; e++) tensor_set(&map, 0, e, -1);
   for (int32_t i = 0; i < count && of != SHARED; i++) tensor_set(&map, 0, held[i], i);
@@ -475,8 +480,8 @@ static void add_terms(const tensor *part, double units, double *sum, double *err
   }
 }
 
-/* The ranks' sums, each rounded, added up in their order, and the shared expert's output: on the CPU to the bit, but for
- * what its gate has weighed, on a GPU in f32. */
+/* The ranks' sums, each rounded, added up in their order, and what the shared expert adds: on a GPU in f32, on the CPU
+ * to the bit, but for the product with the shared expert's gate. */
 static void check_sums(const world *w, const tensor *out)
 {
   const int64_t count = w->x.rows * w->hidden;
@@ -2412,8 +2417,9 @@ static void randomise_format(rng *r, world *w)
                                   cumoe_format_int4(32, CUMOE_BF16),
                                   cumoe_format_mxfp4(),
                                   cumoe_format_nvfp4(CUMOE_GLOBAL_NONE)};
-  if (w->dtype == CUMOE_F32 || rng_below(r, 2)) return;
-  w->format = formats[rng_below(r, 6)];
+  if (w->dtype == CUMOE_F32 || rng_below(r, 3) == 0) return;
+  if (rng_below(r, 3)) w->format = formats[rng_below(r, 6)];
+  if (w->shared && rng_below(r, 3)) w->shared_format = formats[rng_below(r, 6)];
   w->hidden = 64 * (1 + (int32_t)rng_below(r, 6)), w->inter = 32 * (1 + (int32_t)rng_below(r, 6));
 }
 
@@ -2453,9 +2459,9 @@ static void name_world(const world *w, int seed, size_t room, char *name)
     const char *text;
   } words[] = {{w->parts, " parts"},   {w->counted, " counted"}, {w->exact, " exact"}, {w->routed, " routed"},
                {w->varies, " varies"}, {w->aside, " aside"},     {w->own, " own"}};
-  int end = snprintf(name, room, "random %d: R %d L %d E %d k %d H %d C %d most %d spread %d format %d", seed,
+  int end = snprintf(name, room, "random %d: R %d L %d E %d k %d H %d C %d most %d spread %d format %d, %d", seed,
                      (int)w->ranks, (int)w->lanes, (int)w->experts, (int)w->top_k, (int)w->hidden, (int)w->capacity,
-                     (int)w->tokens_max, (int)w->spread, (int)w->format.element);
+                     (int)w->tokens_max, (int)w->spread, (int)w->format.element, (int)w->shared_format.element);
   for (size_t i = 0; i < sizeof words / sizeof *words; i++)
     end += snprintf(name + end, room - (size_t)end, "%s", words[i].is ? words[i].text : "");
 }
@@ -2869,14 +2875,14 @@ static void bad_weights(const rank *r, const cumoe_ep_args *e)
   cumoe_weights inside = NULL;
   world w = *r->w;
   for (int32_t i = 0; i < w.experts; i++) held[i] = i;
-  w.down.data = (unsigned char *)r->arena + 1024;
+  w.experts_of[1].data.data = (unsigned char *)r->arena + 1024;
   CHECK_OK(bind(&w, r->context, held, w.experts, &inside));
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_ep_forward(r->group, inside, e, NULL));
   CHECK_TEXT("the group's arena overlaps weights: down");
   CHECK_OK(cumoe_weights_destroy(inside));
   cumoe_moe_args a = *e->layer;
   cumoe_ep_args with = *e;
-  w.shared_down.data = (unsigned char *)r->arena + 1024;
+  w.shared_of[1].data.data = (unsigned char *)r->arena + 1024;
   CHECK_OK(bind_shared(&w, r->context, &inside));
   a.shared = inside, with.layer = &a;
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_ep_forward(r->group, r->weights, &with, NULL));

@@ -1,7 +1,7 @@
 /*
  * Parts of weights where they lie: a rank's slice of an expert, read in place with its origin, gives the whole's bits;
- * ranks' shares of inter add up to the whole layer; a scale of a matrix or channel gives the bits of blocks that all have it; and nothing is read past the end of codes,
- * scales, zero points, orders or activations.
+ * ranks' shares of inter add up to the whole layer; a scale of a matrix or channel gives the bits of blocks that all
+ * have it; and nothing is read past the end of codes, scales, zero points, orders or activations.
  */
 #include <math.h>
 #include <stdio.h>
