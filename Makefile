@@ -115,7 +115,7 @@ SHIM_C       := $(wildcard test/shim/*.c)
 # Kernels that the CPU runs (test/emulate/).
 EMULATED     := $(basename $(notdir $(KERNEL_CU))) grid table
 EMULATE_OBJS := $(EMULATED:%=$(OBJ)/emulate/%.o) $(OBJ)/test/emulate/machine.o $(SHIM_C:%.c=$(OBJ)/%.o)
-EMULATE_TESTS ?= rows forward backward attention train variants ep staged
+EMULATE_TESTS ?= rows forward slices backward attention train variants ep staged
 SHIM_WRAP    := malloc calloc realloc aligned_alloc free pthread_create dlopen dlsym getpid
 TESTS        := $(filter-out $(TEST_HELPERS) $(SHIMMED),$(test_stems)) abi/abi
 # A white-box test includes private headers and links the objects; all others link the archive as shipped.

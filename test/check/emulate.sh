@@ -1,9 +1,9 @@
 #!/bin/bash
 # Kernels run by the CPU (test/emulate/) against what the tests want of a GPU. On one of compute capability 8.0: every
 # row of the table for any GPU in a layer of 70 tokens, the layer's backward, attention, training. On one of 9.0: every
-# row of sm_90a in that layer, those of the backward, of attention and of the operations, and layers whose rows the
-# library chooses. Groups of ranks on 8 GPUs (CUMOE_EMULATED_GPUS: so many). What it cannot show: speed, races between
-# CTAs, what the compiler for GPUs makes of the code. Minutes; arguments: the programs.
+# row of sm_90a in that layer, those of the backward, of attention and of the operations, and layers, and ranks' shares
+# of them, whose rows the library chooses. Groups of ranks on 8 GPUs (CUMOE_EMULATED_GPUS: so many). What it cannot
+# show: speed, races between CTAs, what the compiler for GPUs makes of the code. Minutes; arguments: the programs.
 . test/check/count.sh
 lib=${LIB:-lib}
 work=$(mktemp -d) && trap 'rm -rf "$work"' EXIT
@@ -20,6 +20,7 @@ attention sm_80 -
 attention sm_90 - shapes
 train sm_80 -
 forward sm_90 - features, bf16
+slices sm_90 - shares
 variants sm_90 - router_sm90
 variants sm_90 - norm_sm90_row_bf16_bf16_1x131072
 variants sm_90 - softmax_sm90_row_f32_f32_1x131072
