@@ -1291,6 +1291,63 @@ static void test_near_cpu(cumoe_context context)
   CHECK_OK(cumoe_context_destroy(cpu));
 }
 
+/* ---- so many rows that x is copied into their order ------------------------------------------------- */
+
+/* Each of what a forward may have, and from TOGETHER on all of it: of sums over slots, of slots, and of slots that no
+ * weight is in. */
+enum { TOGETHER = 5, MANY_SPECS = 8 };
+
+static layer_spec many_spec(int i)
+{
+  const bool all = i >= TOGETHER;
+  layer_spec s = layer_spec_new(CUMOE_BF16, 1100, HIDDEN, INTER);
+  s.seed = (uint64_t)i + 1;
+  s.input = INPUT_LOGITS;
+  s.optional_outputs = true;
+  s.pad = 1;
+  s.desc.num_experts = 6;
+  s.desc.routing.top_k = 4;
+  if (all || i == 0) s.desc.routing.flags |= CUMOE_ROUTE_WEIGHT_ON_INPUT;
+  if (all || i == 1) s.desc.act = CUMOE_ACT_SWIGLU_OAI, s.desc.act_limit = 7, s.form.bias = CUMOE_F32;
+  if (all || i == 2) s.desc.local_experts = 2, s.expert_map = true;
+  if (all || i == 3) s.device_count = true, s.device_tokens = 1037;
+  if (all || i == 4) s.form.per_expert = true, s.form.gate_order = CUMOE_GATE_UP_SEPARATE;
+  if (i > TOGETHER) s.desc.flags |= CUMOE_MOE_UNREDUCED;
+  if (i > TOGETHER + 1) s.desc.routing.flags = 0;
+  return s;
+}
+
+/* In 16 bits, beside the CPU device's in f32; and those, of few experts, against differences. */
+static void run_many(cumoe_context context, cumoe_context cpu, int i)
+{
+  const layer_spec s = many_spec(i);
+  layer_spec wide = s;
+  wide.desc.dtype = wide.desc.out_dtype = CUMOE_F32;
+  case_begin("%d pairs, feature %d", (int)s.tokens * s.desc.routing.top_k, i);
+  const layer_inputs in = layer_inputs_new(&s);
+  layer_inputs wide_in = widened(in);
+  const tensor d_out = d_out_new(&s);
+  tensor wide_out = d_out;
+  widen(&wide_out);
+  const wish in_f32 = {.dtype = CUMOE_F32, .d_out = &wide_out};
+  const grads want = run_backward(cpu, &wide, &wide_in, &in_f32);
+  for (int kept = 0; kept < 2; kept++) {
+    const wish own = {.dtype = s.desc.dtype, .d_out = &d_out, .kept = kept};
+    const grads got = run_backward(context, &s, &in, &own);
+    check_grads_near(&s, &got, &want, 8 * unit_roundoff(s.desc.dtype));
+  }
+  if (!on_device(context) && i >= TOGETHER) check_against_differences(&wide, &wide_in, &wide_out, &want, false);
+  case_end();
+}
+
+static void test_many_rows(cumoe_context context)
+{
+  cumoe_context cpu = cpu_new();
+  const seed_range specs = test_seeds(MANY_SPECS);
+  for (int i = specs.first; i < specs.end; i++) run_many(context, cpu, i);
+  CHECK_OK(cumoe_context_destroy(cpu));
+}
+
 /* Where a rounding decides between two slopes, or two logits, the devices may differ. */
 static void smooth_out(layer_spec *s)
 {
@@ -1850,6 +1907,7 @@ static const test_group groups[] = {
     GROUP("kernels of rows", test_product_rows, ON_CUDA),
     GROUP("near the CPU", test_near_cpu, ON_CUDA),
     GROUP("at random", test_random, ON_CUDA),
+    GROUP("many rows", test_many_rows, ANYWHERE),
     GROUP("kernels of gradients", test_gradient_rows, ON_CUDA),
     GROUP("kernels that keep", test_keep_rows, ON_CUDA),
     GROUP("kernels that draw", test_drawn_rows, ON_CUDA),
