@@ -1395,18 +1395,26 @@ typedef struct layer_case {
   int mask, want;
 } layer_case;
 
-static layer_plan plan_of(const machine *m, const layer_case *l)
+static layer_plan plan_of_formats(const machine *m, const layer_case *l, cumoe_format up, cumoe_format down)
 {
   const cumoe_moe_desc given = {.size = sizeof given,
                                 .num_experts = l->experts,
                                 .hidden = l->hidden,
                                 .inter = l->inter,
                                 .dtype = l->dtype,
+                                .up_format = up,
+                                .down_format = down,
                                 .routing = cumoe_routing_mixtral(l->top_k)};
   cumoe_moe_desc d;
   CHECK_OK(check_moe_desc(&given, &d));
   const layer_call c = call_for(&d, l->tokens, l->bits);
   return plan_layer(m, &d, &c);
+}
+
+static layer_plan plan_of(const machine *m, const layer_case *l)
+{
+  const cumoe_format dense = {0};
+  return plan_of_formats(m, l, dense, dense);
 }
 
 enum { IDS = 4 | 16, LOGITS = 4, LOGITS_OF_16_BITS = 4 | 128, N_MAJOR = 1, NO_MAPS = 2, F32_ROUTER = 8 };
@@ -1580,19 +1588,8 @@ static void test_drawn_plans(void)
                                     cumoe_format_fp8_channel(CUMOE_F32),
                                     cumoe_format_int8(CUMOE_F32),
                                     a16};
-    const cumoe_moe_desc given = {.size = sizeof given,
-                                  .num_experts = l->experts,
-                                  .hidden = l->hidden,
-                                  .inter = l->inter,
-                                  .dtype = l->dtype,
-                                  .up_format = formats[cases[i].format],
-                                  .down_format = formats[cases[i].format],
-                                  .routing = cumoe_routing_mixtral(l->top_k)};
-    cumoe_moe_desc d;
     case_begin("format %d T %d H %d", cases[i].format, l->tokens, l->hidden);
-    CHECK_OK(check_moe_desc(&given, &d));
-    const layer_call c = call_for(&d, l->tokens, l->bits);
-    const layer_plan p = plan_layer(&m, &d, &c);
+    const layer_plan p = plan_of_formats(&m, l, formats[cases[i].format], formats[cases[i].format]);
     const int32_t row = p.steps[STAGE_few_up].row;
     if (row >= 0) chosen[row] = true;
     CHECK((p.few && variants[row].form == FORM_drawn) == cases[i].drawn);
@@ -1628,22 +1625,12 @@ static void test_unlike_plans(void)
                {int4, asymmetric, false},
                {int4, ordered, false},
                {int4, zeros, false}};
+  const layer_case layer = {4, 8, 2048, 768, 128, DT_BF16, 0, 0, 0};
   const machine m = gpu_machine(&hopper);
   if (!group_begin("down otherwise than up")) return;
   for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-    const cumoe_moe_desc given = {.size = sizeof given,
-                                  .num_experts = 128,
-                                  .hidden = 2048,
-                                  .inter = 768,
-                                  .dtype = CUMOE_BF16,
-                                  .up_format = cases[i].up,
-                                  .down_format = cases[i].down,
-                                  .routing = cumoe_routing_mixtral(8)};
-    cumoe_moe_desc d;
     case_begin("case %zu", i);
-    CHECK_OK(check_moe_desc(&given, &d));
-    const layer_call c = call_for(&d, 4, 0);
-    const layer_plan p = plan_layer(&m, &d, &c);
+    const layer_plan p = plan_of_formats(&m, &layer, cases[i].up, cases[i].down);
     const int32_t row = p.steps[STAGE_few_up].row;
     CHECK((row >= 0 && variants[row].form == FORM_drawn) == cases[i].drawn);
     case_end();
@@ -1696,18 +1683,8 @@ static int32_t row_of_form(operation op, form f)
 /* Whether x and h are made ready for form fixed ahead, of 128 experts, 8 a token. */
 static bool is_brought_ahead(const machine *m, cumoe_format f, int64_t tokens)
 {
-  const cumoe_moe_desc given = {.size = sizeof given,
-                                .num_experts = 128,
-                                .hidden = 2048,
-                                .inter = 768,
-                                .dtype = CUMOE_BF16,
-                                .routing = cumoe_routing_mixtral(8),
-                                .up_format = f,
-                                .down_format = f};
-  cumoe_moe_desc d;
-  CHECK_OK(check_moe_desc(&given, &d));
-  const layer_call c = call_for(&d, tokens, 0);
-  const layer_plan p = plan_layer(m, &d, &c);
+  const layer_case layer = {(int32_t)tokens, 8, 2048, 768, 128, DT_BF16, 0, 0, 0};
+  const layer_plan p = plan_of_formats(m, &layer, f, f);
   const variant *x = row_at(&p, STAGE_arrange_x), *h = row_at(&p, STAGE_quantize_h);
   CHECK(!x == !h && (!x || (x->form == FORM_fixed && h->form == FORM_fixed)));
   return x != NULL;
