@@ -768,7 +768,8 @@ void cases_format_row(cumoe_context context, const cumoe_variant_info *row)
   cumoe_format f;
   const char *name;
   const int device = oracle_device;
-  bool draws = !strcmp(row->form, "drawn");
+  const bool drawn = !strcmp(row->form, "drawn");
+  bool many = drawn; /* once */
   oracle_device = on_device(context) ? sums_of_row(row) : 0;
   for (int i = 0; (name = format_name(i, &f)) != NULL; i++)
     for (int type = 0; type < 2; type++) {
@@ -780,9 +781,9 @@ void cases_format_row(cumoe_context context, const cumoe_variant_info *row)
         run_format(context, name, parts_of(row, size), &s);
       }
       exact_row(context, row, i, name, f, dtype);
-      if (!strcmp(row->form, "drawn")) unlike_down(context, row, name, f, dtype);
-      if (draws) many_draws(context, row, name, f, dtype);
-      draws = false;
+      if (drawn) unlike_down(context, row, name, f, dtype);
+      if (many) many_draws(context, row, name, f, dtype);
+      many = false;
     }
   oracle_device = device;
 }
