@@ -293,7 +293,7 @@ static cumoe_status find_operands(cumoe_plan handle, cumoe_weights weights, laye
 /* ---- forward: where everything lies ---- */
 
 /* A call under way: the caller's arguments, what will be launched, and where every intermediate lies. */
-typedef struct pass {
+typedef struct forward {
   const struct plan *plan;
   const struct weights *shared; /* of the shared expert, or NULL */
   const cumoe_moe_args *args;
@@ -302,19 +302,19 @@ typedef struct pass {
   char *workspace;
   cumoe_view ids, weights; /* of the routing, wherever it came from */
   route_pointers route;
-} pass;
+} forward;
 
-static void *region(const pass *p, size_t offset)
+static void *region(const forward *p, size_t offset)
 {
   return p->workspace + offset;
 }
 
-static cumoe_view or_region(cumoe_view_mut given, const pass *p, size_t offset, cumoe_dtype dtype, int64_t cols)
+static cumoe_view or_region(cumoe_view_mut given, const forward *p, size_t offset, cumoe_dtype dtype, int64_t cols)
 {
   return cumoe_const(given.data ? given : cumoe_matrix_mut(region(p, offset), dtype, p->tokens.count, cols, cols));
 }
 
-static void locate(pass *p)
+static void locate(forward *p)
 {
   const cumoe_moe_args *a = p->args;
   const workspace_layout *at = &p->lp.at;
@@ -366,7 +366,7 @@ static const void *arguments_of(layer_arguments *l, stage s)
   }
 }
 
-static map_args map_pass(const pass *p)
+static map_args map_pass(const forward *p)
 {
   map_args m = layer_map(p->plan, p->args, p->ids, p->route, region(p, p->lp.at.hist));
   m.protocol.progress = region(p, p->lp.at.progress);
@@ -374,7 +374,7 @@ static map_args map_pass(const pass *p)
 }
 
 /* up and down of one weights object; route NULL: the shared expert, where every token is a row. */
-static void experts_pass(const pass *p, const struct weights *weights, const route_pointers *route, gemm_args *up,
+static void experts_pass(const forward *p, const struct weights *weights, const route_pointers *route, gemm_args *up,
                          gemm_args *down)
 {
   const cumoe_moe_desc *d = &p->plan->desc;
@@ -392,18 +392,18 @@ static void experts_pass(const pass *p, const struct weights *weights, const rou
 }
 
 /* Rows of the route: its last offset says how many. */
-static token_count rows_of_route(const pass *p, int64_t cap)
+static token_count rows_of_route(const forward *p, int64_t cap)
 {
   return (token_count){cap, p->route.offsets + p->plan->desc.local_experts};
 }
 
 /* The router lies ahead of those that make codes of x, and has waited for all before: they need not. */
-static bool router_is_ahead(const pass *p)
+static bool router_is_ahead(const forward *p)
 {
   return p->lp.steps[STAGE_router].row >= 0;
 }
 
-static void quantize_routed(const pass *p, const struct weights *w, layer_arguments *l)
+static void quantize_routed(const forward *p, const struct weights *w, layer_arguments *l)
 {
   const workspace_layout *at = &p->lp.at;
   gemm_args *up = &l->up.gemm.g, *down = &l->down.gemm.g;
@@ -415,7 +415,7 @@ static void quantize_routed(const pass *p, const struct weights *w, layer_argume
 }
 
 /* Rows that the plan brings into fixed point first; `codes` may be where they are. */
-static void fix_rows(const pass *p, stage at, gemm_args *g, token_count rows, void *codes, size_t scale,
+static void fix_rows(const forward *p, stage at, gemm_args *g, token_count rows, void *codes, size_t scale,
                      quantize_args *q)
 {
   static const row_order in_order;
@@ -426,7 +426,7 @@ static void fix_rows(const pass *p, stage at, gemm_args *g, token_count rows, vo
 }
 
 /* Up makes what the quantize between it and down would. */
-static void code_h(const pass *p, layer_arguments *l)
+static void code_h(const forward *p, layer_arguments *l)
 {
   const quantize_args *h = &l->h;
   if (!p->lp.codes_h) return;
@@ -442,7 +442,7 @@ static void code_h(const pass *p, layer_arguments *l)
 }
 
 /* x goes where y will be, h stays where it is. */
-static void fix_routed(const pass *p, layer_arguments *l)
+static void fix_routed(const forward *p, layer_arguments *l)
 {
   const workspace_layout *at = &p->lp.at;
   gemm_args *up = &l->up.gemm.g, *down = &l->down.gemm.g;
@@ -450,7 +450,7 @@ static void fix_routed(const pass *p, layer_arguments *l)
   fix_rows(p, STAGE_quantize_h, down, rows_of_route(p, down->rows_cap), (void *)down->a, at->h_scale, &l->h);
 }
 
-static void quantize_shared(const pass *p, layer_arguments *l)
+static void quantize_shared(const forward *p, layer_arguments *l)
 {
   const workspace_layout *at = &p->lp.at;
   l->shared_x = quantize_arguments(p->plan, &l->shared_up.gemm.g, p->tokens, &p->shared->up_order,
@@ -461,7 +461,7 @@ static void quantize_shared(const pass *p, layer_arguments *l)
 }
 
 /* How the kernels of a routed layer work together: kernels/protocol.h. */
-static void link_experts(const pass *p, gemm_args *up, gemm_args *down)
+static void link_experts(const forward *p, gemm_args *up, gemm_args *down)
 {
   const layer_plan *lp = &p->lp;
   /* The map is behind both: it is the grid before up, unless something lies between. */
@@ -474,13 +474,13 @@ static void link_experts(const pass *p, gemm_args *up, gemm_args *down)
   if (lp->copies_rows) up->protocol.x_copy = up->rows.mode == ROWS_AS_THEY_ARE ? down->c : region(p, lp->at.x_copy);
 }
 
-static combine_args combine_pass(const pass *p)
+static combine_args combine_pass(const forward *p)
 {
   const workspace_layout *at = &p->lp.at;
   return layer_combine(p->plan, p->args, at, p->route.slot_row, p->weights, region(p, at->shared_logit));
 }
 
-static void routed_pass(const pass *p, const struct weights *weights, layer_arguments *l)
+static void routed_pass(const forward *p, const struct weights *weights, layer_arguments *l)
 {
   const cumoe_moe_desc *d = &p->plan->desc;
   l->map = map_pass(p);
@@ -496,7 +496,7 @@ static void routed_pass(const pass *p, const struct weights *weights, layer_argu
   l->combine.protocol.discard_h_row = d->inter * (int64_t)cumoe_dtype_bytes((cumoe_dtype)l->up.gemm.g.dtype);
 }
 
-static void link_dealt(const pass *p, few_sm90_args *few)
+static void link_dealt(const forward *p, few_sm90_args *few)
 {
   const workspace_layout *at = &p->lp.at;
   for (int i = 0; i < 2; ++i) {
@@ -508,7 +508,7 @@ static void link_dealt(const pass *p, few_sm90_args *few)
 }
 
 /* One grid does all: the router fills what its CTAs tell each other through. */
-static void link_few(const pass *p, layer_arguments *l)
+static void link_few(const forward *p, layer_arguments *l)
 {
   const workspace_layout *at = &p->lp.at;
   few_args *few = &l->few.f;
@@ -523,7 +523,7 @@ static void link_few(const pass *p, layer_arguments *l)
   few->gate = l->gate;
 }
 
-static void few_pass(const pass *p, const struct weights *weights, layer_arguments *l)
+static void few_pass(const forward *p, const struct weights *weights, layer_arguments *l)
 {
   few_args *few = &l->few.f;
   *few = (few_args){.map = map_pass(p), .out = combine_pass(p)};
@@ -532,14 +532,14 @@ static void few_pass(const pass *p, const struct weights *weights, layer_argumen
   if (p->lp.few_in_one) link_few(p, l);
 }
 
-static bool runs_before(const pass *p, stage at)
+static bool runs_before(const forward *p, stage at)
 {
   for (stage s = 0; s < at; ++s)
     if (p->lp.steps[s].row >= 0) return true;
   return false;
 }
 
-static void shared_pass(const pass *p, layer_arguments *l)
+static void shared_pass(const forward *p, layer_arguments *l)
 {
   const cumoe_moe_args *a = p->args;
   const cumoe_view none = {0};
@@ -554,7 +554,7 @@ static void shared_pass(const pass *p, layer_arguments *l)
         router_arguments(a->x, a->shared_gate, none, p->tokens, region(p, p->lp.at.shared_logit), 1);
 }
 
-static void fill(const pass *p, const struct weights *weights, layer_arguments *l)
+static void fill(const forward *p, const struct weights *weights, layer_arguments *l)
 {
   const cumoe_moe_args *a = p->args;
   float *logits = region(p, p->lp.at.logits);
@@ -636,7 +636,7 @@ static bool is_callers(stage s, const layer_ends *ends)
 }
 
 /* Whatever may fail but the launches themselves comes before the first of them. */
-static cumoe_status run(const pass *p, const struct weights *weights, cumoe_stream stream, layer_ends *ends)
+static cumoe_status run(const forward *p, const struct weights *weights, cumoe_stream stream, layer_ends *ends)
 {
   struct context *context = p->plan->context;
   layer_arguments l;
@@ -671,7 +671,7 @@ static const machine *spare(const machine *all, int32_t sms, machine *rest)
 
 /* `a` is args, filled in, to which `p` points. */
 static cumoe_status prepare(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *args, const layer_ends *ends,
-                            cumoe_moe_args *a, layer_operands *with, pass *p)
+                            cumoe_moe_args *a, layer_operands *with, forward *p)
 {
   TRY(take_struct("args", args, a));
   TRY(ends->checked ? find_operands(plan, weights, with) : check_forward(plan, weights, a, with));
@@ -682,12 +682,12 @@ static cumoe_status prepare(cumoe_plan plan, cumoe_weights weights, const cumoe_
   call.rank_tokens = ends->rank_tokens;
   machine rest;
   const machine *m = spare(&context->machine, ends->spared, &rest);
-  *p = (pass){.plan = with->plan,
-              .shared = with->shared,
-              .args = a,
-              .lp = plan_layer(m, &with->plan->desc, &call),
-              .tokens = tokens_of_layer(a),
-              .workspace = a->workspace.data};
+  *p = (forward){.plan = with->plan,
+                 .shared = with->shared,
+                 .args = a,
+                 .lp = plan_layer(m, &with->plan->desc, &call),
+                 .tokens = tokens_of_layer(a),
+                 .workspace = a->workspace.data};
   TRY(check_layer_plan(context, &p->lp));
   locate(p);
   return CUMOE_OK;
@@ -698,7 +698,7 @@ cumoe_status forward_between(cumoe_plan plan, cumoe_weights weights, const cumoe
 {
   cumoe_moe_args a;
   layer_operands with;
-  pass p;
+  forward p;
   ends->combines = ends->fews = false;
   TRY(prepare(plan, weights, args, ends, &a, &with, &p));
   if (a.x.rows == 0) return CUMOE_OK;
@@ -710,7 +710,7 @@ cumoe_status find_fill(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_a
 {
   cumoe_moe_args a;
   layer_operands with;
-  pass p;
+  forward p;
   *vectors = 0;
   TRY(prepare(plan, weights, args, ends, &a, &with, &p));
   if (a.x.rows == 0 || !p.lp.few_in_one) return CUMOE_OK;
