@@ -12,6 +12,7 @@
 #include "cases_ops.h"
 
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 typedef struct operation_cases {
@@ -155,6 +156,110 @@ static void compare_gates(cumoe_context cuda)
   group_end();
 }
 
+/* ---- layers whose router, up and down are all wgmma's ---------------------------------------------- */
+
+/* Types, format, major and rows of the tile: what the two products of a layer have in common in their names. */
+static bool pairs_with(const cumoe_variant_info *up, const cumoe_variant_info *down)
+{
+  const char *const of_up = strstr(up->name, "_sm90_wgmma_"), *const of_down = strstr(down->name, "_sm90_wgmma_");
+  if (!of_up || !of_down || strcmp(down->op, "down") || down->bm != up->bm) return false;
+  const size_t length = (size_t)(strrchr(of_up, '_') - of_up);
+  return strncmp(of_up, of_down, length) == 0 && of_down[length] == '_';
+}
+
+static bool routes_for(const cumoe_variant_info *router, int32_t dtype)
+{
+  return !strcmp(router->op, "router") && !strcmp(router->form, "wgmma") && router->x == dtype;
+}
+
+/* Up by itself, with the others that go with it. */
+static void force_layer(cumoe_context context, int32_t index, const cumoe_variant_info *up)
+{
+  int forced = 0;
+  CHECK_OK(cumoe_variant_force(context, index));
+  for (int32_t i = 0; i < cumoe_variant_count(); i++) {
+    cumoe_variant_info row = {.size = sizeof row};
+    CHECK_OK(cumoe_variant_get(context, i, &row));
+    if (!pairs_with(up, &row) && !routes_for(&row, up->y)) continue;
+    CHECK_OK(cumoe_variant_force(context, i));
+    forced++;
+  }
+  CHECK_MSG(forced == 2, "%d rows go with %s", forced, up->name);
+}
+
+/* From so many rows an expert on, whatever the weights and the width. */
+static void copy_rows_from(cumoe_context context, double rows)
+{
+  int found = 0;
+  for (int32_t i = 0; i < cumoe_limit_count(); i++) {
+    cumoe_limit_info limit = {.size = sizeof limit};
+    CHECK_OK(cumoe_limit_get(context, i, &limit));
+    if (!strstr(limit.name, "copy_rows")) continue;
+    for (int32_t w = 0; w < (int32_t)(sizeof limit.value / sizeof *limit.value); w++)
+      CHECK_OK(cumoe_limit_set(context, i, w, rows));
+    found++;
+  }
+  CHECK(found == 2);
+}
+
+/* A feature of a layer that tensor maps can describe, with the row's format everywhere. Experts of one tile and of
+ * several, channels that end inside one. SMALL in the environment: of one, for kernels that the CPU runs. */
+static bool wgmma_spec(const cumoe_variant_info *up, int feature, layer_spec *s)
+{
+  const bool small = getenv("SMALL");
+  const int64_t tokens = small ? 45 : (const int64_t[]){45, 200, 1100}[feature % 3];
+  *s = feature_spec(feature, up->y, tokens, (uint64_t)feature + 1);
+  if (s->form.per_expert || s->router_dtype == CUMOE_F32) return false;
+  s->distinct = 19;
+  s->desc.hidden = small ? 72 : 264, s->desc.inter = feature % 2 ? 128 : 136;
+  if (s->desc.num_experts > 100) s->desc.hidden = 64, s->desc.inter = 32;
+  if (s->input == INPUT_LOGITS && !s->chosen) s->input = INPUT_ROUTER;
+  s->form.up_major = s->form.down_major = !strcmp(up->major, "N") ? CUMOE_IN_OUT : CUMOE_OUT_IN;
+  if (!row_has_format(up)) return true;
+  CHECK(format_for_row(up, s) && s->desc.dtype == up->y);
+  s->desc.down_format = s->desc.up_format;
+  if (!s->desc.shared_inter) return true;
+  s->desc.shared_inter = (s->desc.shared_inter + 31) / 32 * 32;
+  s->desc.shared_up_format = s->desc.shared_down_format = s->desc.up_format;
+  return true;
+}
+
+static void run_layers(cumoe_context context, int32_t index, const cumoe_variant_info *up)
+{
+  const char *name;
+  case_begin("force %s and what goes with it", up->name);
+  force_layer(context, index, up);
+  case_end();
+  for (int copies = 0; copies < 2; copies++) {
+    copy_rows_from(context, copies ? 0 : 1e9);
+    for (int i = 0; (name = feature_name(i)) != NULL; i++) {
+      layer_spec s;
+      if (!wgmma_spec(up, i, &s)) continue;
+      run_layer_case(context, name, &s);
+      oracle_device = 0;
+    }
+  }
+  case_begin("force nothing");
+  CHECK_OK(cumoe_variant_force(context, -1));
+  case_end();
+}
+
+/* The products hand rows to one another only where both are of this form, and with a copy of x where it is made. */
+static void layers_of_wgmma(void)
+{
+  cumoe_context context = NULL;
+  CHECK_OK(cumoe_context_create(0, NULL, &context)); /* whose limits are set */
+  for (int32_t i = 0; i < cumoe_variant_count(); i++) {
+    cumoe_variant_info up = {.size = sizeof up};
+    CHECK_OK(cumoe_variant_get(context, i, &up));
+    if (strcmp(up.op, "up") || strcmp(up.form, "wgmma") || !up.usable) continue;
+    if (!group_begin("layers of wgmma: %s", up.name)) continue;
+    run_layers(context, i, &up);
+    group_end();
+  }
+  CHECK_OK(cumoe_context_destroy(context));
+}
+
 int main(int argc, char **argv)
 {
   test_begin(argc, argv);
@@ -169,6 +274,7 @@ int main(int argc, char **argv)
       group_end();
     }
     oracle_device = 0;
+    layers_of_wgmma();
     for (int32_t i = 0; i < cumoe_variant_count(); i++) run_variant(context, i);
     close_context(context);
   }

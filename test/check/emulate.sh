@@ -16,12 +16,14 @@ backward sm_90 - kernels of gradients
 backward sm_90 - kernels that keep
 backward sm_90 - kernels that draw
 backward sm_90 - captured
+backward sm_90 - many rows
 attention sm_80 -
 attention sm_90 - shapes
 train sm_80 -
 forward sm_90 - features, bf16
 slices sm_90 - shares
 variants sm_90 - router_sm90
+variants sm_90 - wgmma: cumoe_up_sm90_wgmma_bf16_bf16_bf16_none_K
 variants sm_90 - norm_sm90_row_bf16_bf16_1x131072
 variants sm_90 - softmax_sm90_row_f32_f32_1x131072
 ep sm_80 - ranks on GPUs
