@@ -93,7 +93,8 @@ CUMOE_CHECKED cumoe_status cumoe_moe_kept(cumoe_plan plan, int64_t tokens, size_
  * bytes or more; it overlaps nothing else. Arguments and errors as there, and args.workspace of the same size. What is
  * kept of g and u is rounded to dtype; h is made of that or of the sums themselves, whichever the kernel has. So with
  * dtype bf16 or f16 `out` may differ from cumoe_moe_forward's by one rounding of g and u, and where one is beyond f16's
- * range what is kept of it is infinite, and `out` may be. BATCH_INVARIANT does not hold here: kernels are chosen with T.
+ * range what is kept of it is infinite, and `out` may be. BATCH_INVARIANT does not hold here: kernels are chosen with
+ * T.
  */
 CUMOE_CHECKED cumoe_status cumoe_moe_forward_keep(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *args,
                                                   cumoe_view_mut kept, cumoe_stream stream);
