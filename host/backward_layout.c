@@ -76,8 +76,9 @@ cumoe_status lay_out_scratch(const char *name, const struct plan *plan, int64_t 
   carver c = {0, false};
   *at = (scratch_layout){0};
   if (tokens == 0) return CUMOE_OK;
-  REQUIRE(rows <= INT32_MAX, CUMOE_ERR_INVALID_ARGUMENT, "%s is %lld: with what fills them up there would be 2^31 rows",
-          name, (long long)tokens);
+  REQUIRE(rows <= CUMOE_MAX_PAIRS, CUMOE_ERR_INVALID_ARGUMENT,
+          "%s is %lld: with what fills them up there would be %lld rows, the limit is %d", name, (long long)tokens,
+          (long long)rows, CUMOE_MAX_PAIRS);
   TRY(lay_out_kept(name, plan, tokens, &keeps));
   at->routed = carve_rows(&c, plan, pairs, d->local_experts, d->inter);
   if (d->shared_inter) at->shared = carve_rows(&c, plan, tokens, 1, d->shared_inter);

@@ -271,9 +271,9 @@ cumoe_status check_not_negative(const char *name, float value)
 
 cumoe_status check_tokens(const char *name, int64_t tokens, int64_t least, int32_t top_k)
 {
-  REQUIRE(tokens >= least && tokens <= INT32_MAX / top_k, CUMOE_ERR_INVALID_ARGUMENT,
-          "%s is %lld, must be %lld .. %d (2^31 / top_k)", name, (long long)tokens, (long long)least,
-          (int)(INT32_MAX / top_k));
+  REQUIRE(tokens >= least && tokens <= CUMOE_MAX_PAIRS / top_k, CUMOE_ERR_INVALID_ARGUMENT,
+          "%s is %lld, must be %lld .. %d (CUMOE_MAX_PAIRS / top_k)", name, (long long)tokens, (long long)least,
+          (int)(CUMOE_MAX_PAIRS / top_k));
   return CUMOE_OK;
 }
 

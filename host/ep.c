@@ -102,9 +102,9 @@ static cumoe_status check_rounds(ep_call *c)
   const int64_t capacity = c->g->shape.capacity, tokens = c->layer.x.rows;
   if (c->args.tokens_max == 0) c->args.tokens_max = capacity;
   const int64_t most = c->args.tokens_max;
-  REQUIRE(most > 0 && most <= INT32_MAX / c->g->shape.top_k, CUMOE_ERR_INVALID_ARGUMENT,
-          "args.tokens_max is %lld, must be 0 (config.max_tokens) .. %d (2^31 / top_k)", (long long)most,
-          (int)(INT32_MAX / c->g->shape.top_k));
+  REQUIRE(most > 0 && most <= CUMOE_MAX_PAIRS / c->g->shape.top_k, CUMOE_ERR_INVALID_ARGUMENT,
+          "args.tokens_max is %lld, must be 0 (config.max_tokens) .. %d (CUMOE_MAX_PAIRS / top_k)", (long long)most,
+          (int)(CUMOE_MAX_PAIRS / c->g->shape.top_k));
   REQUIRE(tokens <= most, CUMOE_ERR_INVALID_ARGUMENT, "args.x.rows is %lld, must be at most args.tokens_max = %lld",
           (long long)tokens, (long long)most);
   c->rounds = (most + capacity - 1) / capacity;

@@ -72,9 +72,9 @@ static cumoe_status take_config(const struct plan *plan, const cumoe_group_confi
           (int)c->ranks, EP_MAX_RANKS);
   REQUIRE(c->lanes >= 1 && c->lanes <= EP_MAX_LANES, CUMOE_ERR_INVALID_ARGUMENT,
           "config.lanes is %d, must be 0 (1) .. %d", (int)c->lanes, EP_MAX_LANES);
-  REQUIRE(c->max_tokens >= 1 && c->max_tokens <= INT32_MAX / k / c->ranks, CUMOE_ERR_INVALID_ARGUMENT,
-          "config.max_tokens is %lld, must be 1 .. %d (2^31 / top_k / ranks)", (long long)c->max_tokens,
-          (int)(INT32_MAX / k / c->ranks));
+  REQUIRE(c->max_tokens >= 1 && c->max_tokens <= CUMOE_MAX_PAIRS / k / c->ranks, CUMOE_ERR_INVALID_ARGUMENT,
+          "config.max_tokens is %lld, must be 1 .. %d (CUMOE_MAX_PAIRS / top_k / ranks)", (long long)c->max_tokens,
+          (int)(CUMOE_MAX_PAIRS / k / c->ranks));
   TRY(check_timeout("config.timeout_ns", &c->timeout_ns));
   return check_served(&plan->desc, c);
 }

@@ -9,7 +9,7 @@
 
 static cumoe_status check_capacity(const struct plan *plan, const char *name, int64_t capacity)
 {
-  const int64_t most = INT32_MAX / plan->desc.local_experts;
+  const int64_t most = CUMOE_MAX_PAIRS / plan->desc.local_experts;
   REQUIRE(capacity >= 0 && capacity <= most, CUMOE_ERR_INVALID_ARGUMENT, "%s is %lld, must be 0 .. %lld", name,
           (long long)capacity, (long long)most);
   return CUMOE_OK;

@@ -353,8 +353,8 @@ static bool discards_rows(const layer *l)
   const cumoe_moe_desc *d = l->d;
   const int64_t element = (int64_t)cumoe_dtype_bytes((cumoe_dtype)d->dtype);
   if (d->hidden * element % LINE || d->inter * element % LINE) return false;
-  const int64_t most = (int64_t)limit(l, LIMIT_discard) / (element * ((int64_t)d->hidden + d->inter));
-  return l->c->tokens * d->routing.top_k <= most;
+  const int64_t bytes = l->c->tokens * d->routing.top_k * element * ((int64_t)d->hidden + d->inter);
+  return (double)bytes <= limit(l, LIMIT_discard);
 }
 
 /*

@@ -1753,9 +1753,10 @@ static void test_sizes(cumoe_context context)
   d.num_experts = d.local_experts = 512;
   CHECK_OK(cumoe_plan_create(context, &d, &plan));
   for (int64_t tokens = 0; tokens < 3000; tokens++) check_more(plan, tokens);
-  size_t bytes = 0; /* pairs below 2^31, and rows that are filled up above */
-  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_moe_backward_workspace(plan, INT32_MAX / d.routing.top_k, 1, &bytes));
-  CHECK_TEXT("there would be 2^31 rows");
+  size_t bytes = 0; /* pairs within the limit, and rows that are filled up above */
+  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT,
+               cumoe_moe_backward_workspace(plan, CUMOE_MAX_PAIRS / d.routing.top_k, 1, &bytes));
+  CHECK_TEXT("rows, the limit is 2147482624");
   for (int64_t tokens = 131072; tokens <= 4 * 131072; tokens += 131072) check_more(plan, tokens);
   CHECK_OK(cumoe_plan_destroy(plan));
   case_end();

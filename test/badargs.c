@@ -530,12 +530,12 @@ static void fill_plan(arguments *a)
   a->rows = TOKENS;
   a->bytes = 16;
 }
-#define TOKENS_ROW LONG("tokens", rows, 0, INT32_MAX / TOP_K), NOT_NULL("bytes", out)
+#define TOKENS_ROW LONG("tokens", rows, 0, CUMOE_MAX_PAIRS / TOP_K), NOT_NULL("bytes", out)
 CALL(cumoe_plan_destroy, fill_plan, cumoe_plan_destroy(a->plan == bench.plan ? NULL : a->plan),
      ROW("plan", A_PLAN, plan, .traits = OPTIONAL))
 CALL(cumoe_plan_workspace, fill_plan, cumoe_plan_workspace(a->plan, a->rows, a->out), PLAN, TOKENS_ROW)
 CALL(cumoe_plan_describe, fill_plan, cumoe_plan_describe(a->plan, NULL, a->rows, a->out, a->bytes), PLAN,
-     LONG("tokens", rows, 1, INT32_MAX / TOP_K), NOT_NULL("text", out))
+     LONG("tokens", rows, 1, CUMOE_MAX_PAIRS / TOP_K), NOT_NULL("text", out))
 CALL(cumoe_map_workspace, fill_plan, cumoe_map_workspace(a->plan, a->rows, a->out), PLAN, TOKENS_ROW)
 
 static const void *pointers[EXPERTS];
@@ -727,7 +727,7 @@ CALL_FORM(cumoe_moe_forward, own, fill_forward_own, cumoe_moe_forward(a->plan, a
 /* ---- cumoe/backward.h ----------------------------------------------------------------------------------- */
 
 #define SIZES(name, form, kept)                                                                                        \
-  CALL_FORM(name, form, fill_plan, kept, PLAN, LONG("tokens", rows, 0, INT32_MAX / TOP_K), NOT_NULL("bytes", out))
+  CALL_FORM(name, form, fill_plan, kept, PLAN, LONG("tokens", rows, 0, CUMOE_MAX_PAIRS / TOP_K), NOT_NULL("bytes", out))
 SIZES(cumoe_moe_kept, plain, cumoe_moe_kept(a->plan, a->rows, a->out))
 SIZES(cumoe_moe_backward_workspace, plain, cumoe_moe_backward_workspace(a->plan, a->rows, 0, a->out))
 SIZES(cumoe_moe_backward_workspace, kept, cumoe_moe_backward_workspace(a->plan, a->rows, 1, a->out))
@@ -1019,14 +1019,14 @@ static void fill_masked(arguments *a)
 }
 CALL(cumoe_masked_forward, fill_masked, cumoe_masked_forward(a->plan, a->weights, a->info, no_stream), FOREIGN_PLAN,
      WEIGHTS("weights", weights), NOT_NULL("args", info), SIZE("args.size", masked.size),
-     INT("args.reserved", masked.reserved, 0, 0), LONG("args.capacity", masked.capacity, 0, INT32_MAX / EXPERTS),
+     INT("args.reserved", masked.reserved, 0, 0), LONG("args.capacity", masked.capacity, 0, CUMOE_MAX_PAIRS / EXPERTS),
      VIEW("args.x", masked.x, BIT(BF16), 16, 0), VIEW("args.counts", masked.counts, BIT(I32), 0, 0),
      VIEW("args.offsets", masked.offsets, BIT(I32), 0, 0), VIEW("args.out", masked.out, BIT(BF16), 16, OUT),
      VIEW("args.workspace", masked.workspace, BIT(U8), 256, FREE_COLS | OUT),
      ROW("args.workspace", A_LONG, masked.workspace.cols, .status = CUMOE_ERR_WORKSPACE))
 
 CALL(cumoe_masked_workspace, fill_plan, cumoe_masked_workspace(a->plan, a->rows, a->out), PLAN,
-     LONG("capacity", rows, 0, INT32_MAX / EXPERTS), NOT_NULL("bytes", out))
+     LONG("capacity", rows, 0, CUMOE_MAX_PAIRS / EXPERTS), NOT_NULL("bytes", out))
 
 /* ---- cumoe/backward.h, the stages ----------------------------------------------------------------------- */
 
@@ -1068,7 +1068,7 @@ static void fill_gate_sizes(arguments *a)
 }
 CALL(cumoe_gate_backward_workspace, fill_gate_sizes,
      cumoe_gate_backward_workspace(a->context, a->rows, a->index, a->dtype, a->out), CONTEXT,
-     LONG("tokens", rows, 0, INT32_MAX / TOP_K), INT("experts", index, 1, CUMOE_MAX_EXPERTS),
+     LONG("tokens", rows, 0, CUMOE_MAX_PAIRS / TOP_K), INT("experts", index, 1, CUMOE_MAX_EXPERTS),
      INT("top_k", dtype, 1, CUMOE_MAX_TOP_K), NOT_NULL("bytes", out))
 
 static void fill_down_backward(arguments *a)
@@ -2160,7 +2160,7 @@ static int change_forward_router(int which, arguments *a, expectation *e)
   CHANGE(WRONG_DTYPE, "weights", a->weights = bench.halves)
   CHANGE(LAYOUT, "weights", a->weights = bench.ungated)
   CHANGE(LAYOUT, "weights are gated", a->plan = bench.ungated_plan)
-  CHANGE(INVALID_ARGUMENT, "args.x.rows", f->x.rows = INT32_MAX / TOP_K + 1)
+  CHANGE(INVALID_ARGUMENT, "args.x.rows", f->x.rows = CUMOE_MAX_PAIRS / TOP_K + 1)
   CHANGE(INVALID_ARGUMENT, "args.logits", f->logits = bench.logits)
   CHANGE(INVALID_ARGUMENT, "args.ids", f->ids = bench.ids, f->weights = bench.pair_weights)
   CHANGE(INVALID_ARGUMENT, "args.select_bias must be absent: the caller has chosen", f->ids = bench.ids,

@@ -83,7 +83,7 @@ static void no_tokens_stages(cumoe_context context)
     CHECK_OK(cumoe_map_workspace(s.plan, tokens, &bytes)); /* room for more is room for fewer */
     CHECK((int64_t)bytes >= least);
   }
-  CHECK_OK(cumoe_plan_workspace(s.plan, INT32_MAX / 2, &bytes));
+  CHECK_OK(cumoe_plan_workspace(s.plan, CUMOE_MAX_PAIRS / 2, &bytes));
   CHECK_OK(cumoe_plan_workspace(s.plan, 0, &bytes));
   CHECK(bytes == 0);
   CHECK_OK(cumoe_map(s.plan, cumoe_matrix(NULL, CUMOE_I32, 0, 2, 2), s.args.expert_map, &route, no_view_mut(), NULL));

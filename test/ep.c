@@ -2722,7 +2722,7 @@ static void bad_reserved(cumoe_group_config *c)
 }
 static void bad_tokens(cumoe_group_config *c)
 {
-  c->max_tokens = INT32_MAX / 2 + 1; /* of two slots each */
+  c->max_tokens = (int64_t)1 << 30; /* of two slots each */
 }
 static void no_tokens(cumoe_group_config *c)
 {
@@ -2794,7 +2794,7 @@ static const struct {
     {no_ranks, CUMOE_ERR_INVALID_ARGUMENT, "config.ranks is 0"},
     {bad_lanes, CUMOE_ERR_INVALID_ARGUMENT, "config.lanes is 3"},
     {bad_reserved, CUMOE_ERR_INVALID_ARGUMENT, "config.reserved is 1"},
-    {bad_tokens, CUMOE_ERR_INVALID_ARGUMENT, "config.max_tokens is 1073741824, must be 1 .. 1073741823"},
+    {bad_tokens, CUMOE_ERR_INVALID_ARGUMENT, "config.max_tokens is 1073741824, must be 1 .. 1073741312"},
     {no_tokens, CUMOE_ERR_INVALID_ARGUMENT, "config.max_tokens is 0"},
     {bad_timeout, CUMOE_ERR_INVALID_ARGUMENT, "config.timeout_ns is -1"},
     {no_arenas, CUMOE_ERR_INVALID_ARGUMENT, "config.arenas is null"},

@@ -101,7 +101,8 @@ CUMOE_CHECKED cumoe_status cumoe_moe_forward_keep(cumoe_plan plan, cumoe_weights
 
 /* Bytes of workspace of cumoe_moe_backward, with what was kept or (kept 0) without: then routing and pre-activations
  * are made again, the same bits. On CUDA there are copies of x and d out in the order of rows, each expert's filled up
- * to a multiple of 64. Exact, monotone, 0 for 0 tokens; no CUDA call. INVALID_ARGUMENT if those rows pass 2^31 - 1. */
+ * to a multiple of 64. Exact, monotone, 0 for 0 tokens; no CUDA call. INVALID_ARGUMENT if those rows pass
+ * CUMOE_MAX_PAIRS. */
 CUMOE_CHECKED cumoe_status cumoe_moe_backward_workspace(cumoe_plan plan, int64_t tokens, int32_t kept, size_t *bytes);
 
 /*

@@ -114,7 +114,7 @@ typedef struct cumoe_group_config {
   int32_t rank, ranks; /* 0 .. ranks - 1; 1 .. CUMOE_MAX_RANKS */
   int32_t lanes;       /* 0 = 1; at most CUMOE_MAX_LANES */
   int32_t reserved;    /* 0 */
-  int64_t max_tokens;  /* C: of one rank in one exchange; ranks * C * top_k < 2^31 */
+  int64_t max_tokens;  /* C: of one rank in one exchange; ranks * C * top_k <= CUMOE_MAX_PAIRS */
   int64_t timeout_ns;  /* how long a rank waits for another; 0 = 30 s. Ranks may differ. cumoe_group_set_timeout */
   void *const *arenas; /* [ranks] where each rank's arena lies, as this rank addresses it; copied. Its own is `arena` */
   void *comm;          /* CUMOE_GROUP_NCCL: ncclComm_t, of these ranks, in this order, and of the context's device */

@@ -20,6 +20,7 @@ extern "C" {
 #endif
 
 #define CUMOE_MAX_EXPERTS 1024 /* routed + zero + identity experts, and local experts */
+#define CUMOE_MAX_PAIRS 2147482624 /* 2^31 - 1024: tokens times top_k; local experts times capacity */
 #define CUMOE_MAX_TOP_K   32
 
 /* ---- routing --------------------------------------------------------------------------------------- */
@@ -276,9 +277,9 @@ CUMOE_CHECKED cumoe_status cumoe_plan_create(cumoe_context context, const cumoe_
 CUMOE_API cumoe_status cumoe_plan_destroy(cumoe_plan plan);
 
 /*
- * Bytes of workspace that cumoe_moe_forward needs for `tokens` tokens, tokens * top_k below 2^31, whichever routing
- * input is used. Exact, monotone in tokens, 0 for 0 tokens. The workspace must be 256-byte aligned; its content is
- * irrelevant before and undefined after. One workspace per stream at a time. No CUDA call.
+ * Bytes of workspace that cumoe_moe_forward needs for `tokens` tokens, tokens * top_k at most CUMOE_MAX_PAIRS,
+ * whichever routing input is used. Exact, monotone in tokens, 0 for 0 tokens. The workspace must be 256-byte aligned;
+ * its content is irrelevant before and undefined after. One workspace per stream at a time. No CUDA call.
  */
 CUMOE_CHECKED cumoe_status cumoe_plan_workspace(cumoe_plan plan, int64_t tokens, size_t *bytes);
 
@@ -378,10 +379,10 @@ CUMOE_API cumoe_status cumoe_weights_destroy(cumoe_weights weights);
 /* ---- forward --------------------------------------------------------------------------------------- */
 
 /*
- * Arguments of one call. T = x.rows, T * top_k below 2^31; x says its cols and dtype also where it has no rows: an x
- * that is all zero is refused, not taken for T = 0. What has a row a token may then be absent. Alignment: x, router_x,
- * router_weight, shared_gate, out and residual to 16 bytes, base and ld; the workspace to 256; everything else to its
- * element. Routing input in exactly one of three forms:
+ * Arguments of one call. T = x.rows, T * top_k at most CUMOE_MAX_PAIRS; x says its cols and dtype also where it has no
+ * rows: an x that is all zero is refused, not taken for T = 0. What has a row a token may then be absent. Alignment: x,
+ * router_x, router_weight, shared_gate, out and residual to 16 bytes, base and ld; the workspace to 256; everything
+ * else to its element. Routing input in exactly one of three forms:
  *   router_weight (+ router_bias)  the library computes the logits from x
  *   logits                         given by the caller
  *   ids + weights                  routed by the caller; `select_bias` must be absent

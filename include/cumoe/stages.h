@@ -73,7 +73,7 @@ typedef struct cumoe_route {
   cumoe_view_mut row_pair;  /* [1, T * k] i32: row -> pair (token * k + slot); entries past the last row undefined */
   cumoe_view_mut slot_row;  /* [T, k] i32, ld = k: pair -> row; -1 dropped, -2 identity expert */
   cumoe_view device_tokens; /* optional [1, 1] i32: tokens really there, <= T, for all stages that take the route; rows
-                               past it are not touched */
+                               past it are not touched, but for those of slot_row, which are -1 */
 } cumoe_route;
 
 /*
@@ -157,7 +157,7 @@ CUMOE_CHECKED cumoe_status cumoe_combine(cumoe_plan plan, const cumoe_route *rou
 typedef struct cumoe_masked_args {
   uint32_t size;
   int32_t reserved;         /* 0 */
-  int64_t capacity;         /* rows that an expert has room for; local_experts * capacity < 2^31 */
+  int64_t capacity;         /* rows that an expert has room for; local_experts * capacity <= CUMOE_MAX_PAIRS */
   int64_t expected_rows;    /* rows that an expert has on average, for the choice of kernels; 0, or past it: capacity */
   cumoe_view x;             /* [local_experts * capacity, H] dtype, aligned to 16 bytes */
   cumoe_view counts;        /* [1, local_experts] i32 */

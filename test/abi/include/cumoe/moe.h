@@ -5,6 +5,7 @@
 extern "C" {
 #endif
 #define CUMOE_MAX_EXPERTS 1024
+#define CUMOE_MAX_PAIRS 2147482624
 #define CUMOE_MAX_TOP_K 32
 typedef enum cumoe_score {
   CUMOE_SCORE_SOFTMAX = 0,
