@@ -393,7 +393,7 @@ static bool print_score(const options *o, tinylm *model)
     fprintf(stderr, "\nexperts' weights in %s: %lld bytes; %.4f bits a byte of %s (%d bytes)\n", o->weights,
             (long long)tinylm_expert_bytes(model), bits, o->text, (int)count);
   else if (!text)
-    fprintf(stderr, "\ndemo: %s cannot be read\n", o->text);
+    fprintf(stderr, "\ndemo: %s cannot be read, or is of less than two bytes\n", o->text);
   free(text);
   return good;
 }
@@ -407,7 +407,8 @@ static int talk(const options *o, cumoe_context context, const cumoe_device_info
   bool room = prepare(o, tinylm_get_config(model), &r);
   bool good = room && generate(model, o, &r) && print_report(model, &r, device, o->dtype);
   good = good && (!o->weights || print_score(o, model));
-  if (!good) fprintf(stderr, "\ndemo: %s\n", room ? tinylm_error(model) : "out of memory");
+  const char *why = room ? tinylm_error(model) : "out of memory";
+  if (!good && *why) fprintf(stderr, "\ndemo: %s\n", why);
   free(r.text);
   tinylm_destroy(model);
   return good ? 0 : 1;
@@ -463,7 +464,7 @@ static int table(const options *o, cumoe_context context, const cumoe_device_inf
   texts t = {0};
   t.given = read_text(o, &t.given_count);
   bool good = t.given != NULL;
-  if (!good) fprintf(stderr, "demo: %s cannot be read\n", o->text);
+  if (!good) fprintf(stderr, "demo: %s cannot be read, or is of less than two bytes\n", o->text);
   for (int32_t i = 0; i < WEIGHTS && good; i++) {
     tinylm *model = load(o, context, i);
     if (model && i == 0) {
@@ -513,5 +514,7 @@ int main(int argc, char **argv)
   else
     status = talk(&o, context, &device);
   cumoe_context_destroy(context);
-  return status;
+  if (fflush(stdout) == 0 && !ferror(stdout)) return status;
+  perror("demo: standard output");
+  return 1;
 }

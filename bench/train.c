@@ -246,7 +246,11 @@ static bool close_file(file *f, const char *folder)
   const bool torn = ferror(f->stream); /* some of it was lost before, whatever there is room for now */
   bool good = fflush(f->stream) == 0 && fsync(fileno(f->stream)) == 0 && !torn;
   good = fclose(f->stream) == 0 && good && rename(f->beside, f->path) == 0;
-  if (!good) return complain("%s: %s", f->path, torn ? "could not be written" : strerror(errno));
+  if (!good) {
+    complain("%s: %s", f->path, torn ? "could not be written" : strerror(errno));
+    unlink(f->beside);
+    return false;
+  }
   const int directory = open(folder, O_RDONLY | O_DIRECTORY);
   if (directory >= 0) {
     fsync(directory);
@@ -325,8 +329,9 @@ static bool write_checkpoint(run *r)
   good = good && fwrite(r->losses, 4, (size_t)r->done, f.stream) == (size_t)r->done;
   free(header);
   if (opened && !good) {
-    complain("%s cannot be written", f.beside);
+    complain("%s: %s", f.beside, ferror(f.stream) ? strerror(errno) : decoder_error(r->model));
     fclose(f.stream);
+    unlink(f.beside);
   }
   return good && close_file(&f, r->o->out);
 }
@@ -358,8 +363,11 @@ static bool resume(run *r)
   if (!good) complain("%s is of another run: \"%s\", this one is \"%s\". --fresh begins anew", path, same, r->same);
   if (good) {
     good = json_string(json_find(from.metadata, "step"), step, sizeof step);
-    r->done = strtoll(step, NULL, 10);
-    good = good && r->done >= 0 && r->done <= r->o->steps && load_states(r, &from);
+    char *end = step;
+    r->done = good ? strtoll(step, &end, 10) : -1;
+    good = *step && !*end && r->done >= 0 && r->done <= r->o->steps;
+    if (!good) complain("%s has no step of 0 .. %lld: \"%s\"", path, (long long)r->o->steps, step);
+    good = good && load_states(r, &from);
     if (good) fprintf(stderr, "goes on after step %lld\n", (long long)r->done);
   }
   safetensors_close(&from);
@@ -579,7 +587,9 @@ static bool open_run(run *r, cumoe_context context)
 {
   char error[600];
   const size_t tokens = (size_t)r->o->c.batch * (size_t)r->o->c.length;
+  struct stat is;
   if (mkdir(r->o->out, 0777) != 0 && errno != EEXIST) return complain("%s: %s", r->o->out, strerror(errno));
+  if (stat(r->o->out, &is) != 0 || !S_ISDIR(is.st_mode)) return complain("%s is no folder", r->o->out);
   if (!read_text(r->o, &r->t)) return false;
   say_same(r);
   r->model = decoder_create(context, &r->o->c, error, sizeof error);

@@ -30,7 +30,7 @@ typedef const char *text_function(int result);
 
 static const char *const nvrtc_names[] = {LIBRARY_NAMES("libnvrtc")};
 static shared_library nvrtc = {
-    .title = "NVRTC", .variable = "CUMOE_NVRTC_PATH", .probe = "nvrtcVersion", .names = nvrtc_names};
+    .title = "NVRTC", .variable = "CUMOE_NVRTC_PATH", .probe = "nvrtcGetCUBIN", .names = nvrtc_names};
 
 typedef enum entry { CREATE, COMPILE, LOG_SIZE, LOG, CUBIN_SIZE, CUBIN, PTX_SIZE, PTX, DESTROY, TEXT, ENTRIES } entry;
 static shared_symbol nvrtc_symbols[ENTRIES] = {

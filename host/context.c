@@ -219,6 +219,7 @@ static cumoe_status read_facts(struct context *context)
   info->smem_per_sm = (int32_t)facts.sharedMemPerMultiprocessor;
   info->total_memory = (int64_t)facts.totalGlobalMem;
   (void)snprintf(info->name, sizeof info->name, "%.*s", (int)sizeof info->name - 1, facts.name);
+  context->reads_pages = facts.pageableMemoryAccessUsesHostPageTables;
   machine_init(&context->machine, info->name, info->cc_major * 10 + info->cc_minor, info->multiprocessors,
                info->smem_per_block_optin);
   if (facts.memoryPoolsSupported) return CUMOE_OK;

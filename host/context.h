@@ -44,6 +44,7 @@ struct context {
   struct block *blocks, *pinned; /* what is live (block.h), the newest first; lock_blocks guards both */
   uint64_t serials;              /* blocks so far; likewise */
   machine machine;               /* what kernels are chosen by */
+  bool reads_pages;              /* the GPU reads and writes pageable host memory itself, as on GH200 */
   struct blas *_Atomic blas;     /* cuBLAS, once a product needed it (matmul.c) */
   fault_sink fault;              /* record in device memory, mirror in pinned host memory */
   uint64_t cpu_fault_record;     /* what `fault` points to on the CPU device */

@@ -2,7 +2,7 @@
  * Optional shared libraries (NVRTC, cuBLAS): never linked, opened when a call first needs one, kept for good.
  *
  *   static const char *const nvrtc_names[] = {LIBRARY_NAMES("libnvrtc")};
- *   static shared_library nvrtc = {.title = "NVRTC", .variable = "CUMOE_NVRTC_PATH", .probe = "nvrtcVersion",
+ *   static shared_library nvrtc = {.title = "NVRTC", .variable = "CUMOE_NVRTC_PATH", .probe = "nvrtcGetCUBIN",
  *                                  .names = nvrtc_names};
  *   static shared_symbol compile = {.name = "nvrtcCompileProgram"};
  *   any_function *found;
@@ -30,7 +30,7 @@ typedef void any_function(void);
 typedef struct shared_library {
   const char *title;    /* for texts */
   const char *variable; /* of the environment: a path */
-  const char *probe;    /* a function that tells that the process has the library */
+  const char *probe;    /* tells that the process has the library: the newest function of it that is called */
   const char *const *names;
   _Atomic(void *) handle;
 } shared_library;

@@ -138,8 +138,10 @@ struct blas {
 };
 
 static const char *const cublas_names[] = {LIBRARY_NAMES("libcublas")};
-static shared_library cublas = {
-    .title = "cuBLAS", .variable = "CUMOE_CUBLAS_PATH", .probe = "cublasCreate_v2", .names = cublas_names};
+static shared_library cublas = {.title = "cuBLAS",
+                                .variable = "CUMOE_CUBLAS_PATH",
+                                .probe = "cublasGemmStridedBatchedEx_64",
+                                .names = cublas_names};
 static shared_symbol create_symbol = {.name = "cublasCreate_v2"}, destroy_symbol = {.name = "cublasDestroy_v2"},
                      math_symbol = {.name = "cublasSetMathMode"}, stream_symbol = {.name = "cublasSetStream_v2"},
                      workspace_symbol = {.name = "cublasSetWorkspace_v2"},
@@ -262,6 +264,14 @@ static cumoe_status call_blas(const struct blas *b, const matmul_args *m, bool t
                                  tf32 && m->dtype == DT_F32 ? COMPUTE_32F_FAST_TF32 : COMPUTE_32F, GEMM_DEFAULT));
 }
 
+/* cuBLAS says that it failed, and not that the device was lost before: CUDA does. */
+static cumoe_status reason_of(cumoe_status status, cumoe_stream stream)
+{
+  enum cudaStreamCaptureStatus capture;
+  TRY_CUDA(cudaStreamIsCapturing(stream, &capture));
+  return status;
+}
+
 /* Setting the stream forgets the workspace. Relaxed, for cuBLAS loads a kernel when it first needs it. */
 static cumoe_status launch_blas(struct blas *b, const matmul_args *m, bool tf32, cumoe_view_mut workspace,
                                 cumoe_stream stream)
@@ -274,7 +284,7 @@ static cumoe_status launch_blas(struct blas *b, const matmul_args *m, bool tf32,
   if (status == CUMOE_OK) status = call_blas(b, m, tf32);
   restore_capture(before);
   pthread_mutex_unlock(&b->lock);
-  return status;
+  return status == CUMOE_ERR_CUDA ? reason_of(status, stream) : status;
 }
 
 static cumoe_status multiply(struct context *context, const matmul_args *m, bool tf32, cumoe_view_mut workspace,

@@ -343,6 +343,8 @@ cumoe_status cumoe_module_function(cumoe_module module, const char *name, uint32
   begin_call(__func__);
   REQUIRE(function, CUMOE_ERR_INVALID_ARGUMENT, "function is null");
   function->id = 0;
+  module_record known; /* in a child of fork it is not, and who held the lock is not there */
+  TRY(find_module(module, &known));
   pthread_mutex_lock(&lookup_lock);
   const cumoe_status status = publish_function(module, name, max_dynamic_smem, function);
   pthread_mutex_unlock(&lookup_lock);

@@ -197,6 +197,8 @@ static cumoe_status driver_status(void)
   return error != cudaSuccess || version == 0 ? CUMOE_ERR_NO_DEVICE : CUMOE_ERR_DRIVER_TOO_OLD;
 }
 
+enum { ERROR_CONTAINED = 226 }; /* cudaErrorContained, for which older toolkits have no name */
+
 static cumoe_status classify(cudaError_t error)
 {
   switch ((int)error) {
@@ -230,11 +232,13 @@ static cumoe_status classify(cudaError_t error)
   case cudaErrorStreamCaptureUnjoined:
   case cudaErrorStreamCaptureIsolation:
   case cudaErrorStreamCaptureImplicit:
-  case cudaErrorStreamCaptureWrongThread: return CUMOE_ERR_CAPTURE_UNSAFE;
+  case cudaErrorStreamCaptureWrongThread:
+  case cudaErrorCapturedEvent: return CUMOE_ERR_CAPTURE_UNSAFE;
 
   /* CUDA's manual says of each: "leaves the process in an inconsistent state". */
   case cudaErrorECCUncorrectable:
   case cudaErrorNvlinkUncorrectable:
+  case ERROR_CONTAINED:
   case cudaErrorIllegalAddress:
   case cudaErrorLaunchTimeout:
   case cudaErrorContextIsDestroyed:

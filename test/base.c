@@ -263,11 +263,18 @@ static void test_fork(cumoe_context context)
 static atomic_bool busy_ends;
 static atomic_int busy_turns;
 
+static cumoe_status look_up_nothing(void)
+{
+  cumoe_function function = {0};
+  return cumoe_module_function((cumoe_module){1}, "kernel", 0, &function);
+}
+
 static void *allocate_and_free(void *context)
 {
   while (!atomic_load(&busy_ends)) {
     cumoe_buffer b = {0};
     if (cumoe_buffer_alloc(context, CUMOE_F32, 1, 8, NULL, &b) == CUMOE_OK) (void)!cumoe_buffer_free(&b);
+    for (int i = 0; i < 500; i++) (void)look_up_nothing(); /* mostly this, so that a fork meets it */
     atomic_fetch_add(&busy_turns, 1);
   }
   return NULL;
@@ -276,6 +283,7 @@ static void *allocate_and_free(void *context)
 static int within_a_while(void)
 {
   alarm(20);
+  if (look_up_nothing() != CUMOE_ERR_STALE_HANDLE) return 8;
   return with_own_context();
 }
 

@@ -914,7 +914,7 @@ static void test_old_driver(void)
   case_end();
 }
 
-enum { MOST_ERRORS = 16 };
+enum { MOST_ERRORS = 20 };
 
 static const struct {
   cumoe_status status;
@@ -934,12 +934,12 @@ static const struct {
     {CUMOE_ERR_CAPTURE_UNSAFE,
      {cudaErrorStreamCaptureUnsupported, cudaErrorStreamCaptureInvalidated, cudaErrorStreamCaptureMerge,
       cudaErrorStreamCaptureUnmatched, cudaErrorStreamCaptureUnjoined, cudaErrorStreamCaptureIsolation,
-      cudaErrorStreamCaptureImplicit, cudaErrorStreamCaptureWrongThread}},
+      cudaErrorStreamCaptureImplicit, cudaErrorStreamCaptureWrongThread, cudaErrorCapturedEvent}},
     {CUMOE_ERR_CUDA_STICKY,
      {cudaErrorECCUncorrectable, cudaErrorNvlinkUncorrectable, cudaErrorIllegalAddress, cudaErrorLaunchTimeout,
       cudaErrorContextIsDestroyed, cudaErrorAssert, cudaErrorHardwareStackError, cudaErrorIllegalInstruction,
       cudaErrorMisalignedAddress, cudaErrorInvalidAddressSpace, cudaErrorInvalidPc, cudaErrorLaunchFailure,
-      cudaErrorTensorMemoryLeak, cudaErrorMpsClientTerminated, cudaErrorExternalDevice}},
+      cudaErrorTensorMemoryLeak, cudaErrorMpsClientTerminated, cudaErrorExternalDevice, (cudaError_t)226}},
 };
 
 /* A synchronisation that meets the error, and what comes after it. */
@@ -1057,6 +1057,34 @@ static void test_grids(void)
   end_world(&v);
   shim_reset();
   case_end();
+}
+
+/* Pageable memory that the GPU reads itself has been read when a copy returns. */
+static void test_pages(void)
+{
+  for (int reads = 0; reads < 2; reads++) {
+    unsigned char bytes[64] = {0};
+    void *pinned = NULL;
+    world w = {.next = (uintptr_t)1 << 30};
+    case_begin("copies of pageable memory, %d", reads);
+    shim.reads_pages = reads;
+    open_one(&w);
+    CHECK_OK(cumoe_buffer_alloc(w.context, CUMOE_U8, 1, 64, w.stream, &w.buffers[0]));
+    CHECK_OK(cumoe_pinned_alloc(w.context, 64, 0, &pinned));
+    const cumoe_view_mut v = cumoe_buffer_view_mut(w.buffers[0]);
+    for (int i = 0; i < 4; i++) {
+      void *host = i / 2 ? pinned : bytes;
+      shim_mark();
+      CHECK_OK(i % 2 ? cumoe_copy_to_host(w.context, host, 64, cumoe_const(v), w.stream)
+                     : cumoe_copy_from_host(w.context, v, host, 64, w.stream));
+      CHECK((strstr(shim_trace(), "cudaStreamSynchronize") != NULL) == (reads && host == bytes));
+    }
+    CHECK_OK(cumoe_pinned_free(w.context, pinned));
+    CHECK_OK(cumoe_buffer_free(&w.buffers[0]));
+    end_world(&w);
+    shim_reset();
+    case_end();
+  }
 }
 
 /* The kernels' whole names, in the order of the text. */
@@ -1485,6 +1513,30 @@ static void products(world *w)
   m.a = lend_in(w, CUMOE_F16, 8, 0);
   m.b = lend_in(w, CUMOE_F16, 0, 8);
   CHECK_OK(cumoe_matmul(w->context, &m, NULL));
+  shim_fail(SHIM_LIBRARY, 3, false, (cudaError_t)13);
+  CHECK_STATUS(CUMOE_ERR_CUDA, cumoe_matmul(w->context, &m, NULL));
+  CHECK_TEXT("CUBLAS_STATUS_EXECUTION_FAILED");
+}
+
+/* Of a device that a kernel of somebody's has ended, as cuBLAS meets it. */
+static void product_on_lost(world *w)
+{
+  size_t bytes = 0;
+  CHECK_OK(cumoe_matmul_prepare(w->context));
+  CHECK_OK(cumoe_matmul_workspace(w->context, &bytes));
+  const cumoe_matmul_args m = {.size = sizeof m,
+                               .a = lend_in(w, CUMOE_F16, 8, 16),
+                               .b = lend_in(w, CUMOE_F16, 16, 8),
+                               .c = lend(w, CUMOE_F16, 8, 8),
+                               .workspace = lend(w, CUMOE_U8, 1, (int64_t)bytes)};
+  shim_fail(SHIM_CUDA, INT64_MAX, false, cudaErrorIllegalAddress);
+  CHECK_OK(cumoe_matmul(w->context, &m, w->stream));
+  const int64_t calls = shim_seen(SHIM_CUDA);
+  shim_fail(SHIM_LIBRARY, 3, false, (cudaError_t)13);
+  shim_fail(SHIM_CUDA, calls, false, cudaErrorIllegalAddress);
+  CHECK_STATUS(CUMOE_ERR_CUDA_STICKY, cumoe_matmul(w->context, &m, w->stream));
+  CHECK_TEXT("cudaStreamIsCapturing: cudaErrorIllegalAddress");
+  shim_heal();
 }
 
 static void operations(world *w)
@@ -1628,6 +1680,7 @@ static const struct {
     {"units dealt to threads", deal_units},
     {"a map in two chunks", two_chunks},
     {"products", products},
+    {"a product on a device that is lost", product_on_lost},
     {"operations", operations},
     {"training", training},
     {"backward of the layer", backward},
@@ -1746,6 +1799,7 @@ static const test_group groups[] = {
     ALONE("refused in a capture", test_refused_in_capture, ONCE),
     ALONE("the status of each CUDA error", test_errors, ONCE),
     ALONE("grids", test_grids, ONCE),
+    ALONE("copies of pageable memory", test_pages, ONCE),
     ALONE("descriptions of plans", test_descriptions, ONCE),
     ALONE("corners", test_corners, ONCE),
     ALONE("threads", test_threads, ONCE),

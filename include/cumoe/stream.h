@@ -69,7 +69,8 @@ enum {
 CUMOE_CHECKED cumoe_status cumoe_event_create(cumoe_context context, uint32_t flags, cumoe_event *event);
 CUMOE_API cumoe_status cumoe_event_destroy(cumoe_context context, cumoe_event event); /* NULL is allowed */
 
-/* Marks the end of all work on the stream so far. May be captured. The stream is on the context's device. */
+/* Marks the end of all work on the stream so far. May be captured: then the host cannot ask for it (CAPTURE_UNSAFE).
+ * The stream is on the context's device. */
 CUMOE_CHECKED cumoe_status cumoe_event_record(cumoe_context context, cumoe_event event, cumoe_stream stream);
 
 /* What is launched on the stream from now on waits for the event; the host does not. May be captured. */

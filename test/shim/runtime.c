@@ -108,6 +108,7 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *facts, int device)
     facts->sharedMemPerBlockOptin = (size_t)shim.smem;
     facts->sharedMemPerMultiprocessor = (size_t)shim.smem + 1024;
     facts->memoryPoolsSupported = !shim.no_pools;
+    facts->pageableMemoryAccessUsesHostPageTables = shim.reads_pages;
   }
   return shim_end(error);
 }

@@ -26,6 +26,7 @@ typedef struct shim_machine {
   int processors;                 /* SMs of each, 132 */
   int smem;                       /* bytes of shared memory a block may ask for */
   bool no_pools, no_image;        /* devices without memory pools; images without code for them */
+  bool reads_pages;               /* devices read pageable host memory themselves */
   bool broken_peers, no_peers;    /* granted access breaks copies between devices; no path between them */
   bool alone;                     /* a process sees one device only, that of its context */
   const char *hidden;             /* a function that the driver, or another library, does not have */
