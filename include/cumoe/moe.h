@@ -19,8 +19,8 @@
 extern "C" {
 #endif
 
-#define CUMOE_MAX_EXPERTS 1024 /* routed + zero + identity experts, and local experts */
-#define CUMOE_MAX_PAIRS 2147482624 /* 2^31 - 1024: tokens times top_k; local experts times capacity */
+#define CUMOE_MAX_EXPERTS 1024       /* routed + zero + identity experts, and local experts */
+#define CUMOE_MAX_PAIRS   2147482624 /* 2^31 - 1024: tokens times top_k; local experts times capacity */
 #define CUMOE_MAX_TOP_K   32
 
 /* ---- routing --------------------------------------------------------------------------------------- */
