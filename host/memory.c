@@ -228,23 +228,15 @@ static cumoe_status wait_for_pages(const struct context *context, const void *ho
   return CUMOE_OK;
 }
 
-static cumoe_status copy_cuda(char *dst, size_t dst_pitch, const char *src, size_t src_pitch, size_t width, size_t rows,
-                              enum cudaMemcpyKind kind, cumoe_stream stream)
+static cumoe_status copy_cuda(const struct context *context, char *dst, size_t dst_pitch, const char *src,
+                              size_t src_pitch, size_t width, size_t rows, enum cudaMemcpyKind kind,
+                              cumoe_stream stream)
 {
-  if (dst_pitch <= MAX_PITCH && src_pitch <= MAX_PITCH) {
+  if (dst_pitch <= MAX_PITCH && src_pitch <= MAX_PITCH)
     TRY_CUDA(cudaMemcpy2DAsync(dst, dst_pitch, src, src_pitch, width, rows, kind, stream));
-    return CUMOE_OK;
-  }
-  for (size_t r = 0; r < rows; r++) /* rows of 2 GiB: few */
-    TRY_CUDA(cudaMemcpyAsync(dst + r * dst_pitch, src + r * src_pitch, width, kind, stream));
-  return CUMOE_OK;
-}
-
-static cumoe_status copy_and_wait(const struct context *context, char *dst, size_t dst_pitch, const char *src,
-                                  size_t src_pitch, size_t width, size_t rows, enum cudaMemcpyKind kind,
-                                  cumoe_stream stream)
-{
-  TRY(copy_cuda(dst, dst_pitch, src, src_pitch, width, rows, kind, stream));
+  else
+    for (size_t r = 0; r < rows; r++) /* rows of 2 GiB: few */
+      TRY_CUDA(cudaMemcpyAsync(dst + r * dst_pitch, src + r * src_pitch, width, kind, stream));
   if (kind == cudaMemcpyDeviceToDevice) return CUMOE_OK;
   return wait_for_pages(context, kind == cudaMemcpyHostToDevice ? src : dst, stream);
 }
@@ -263,7 +255,7 @@ cumoe_status memory_copy(struct context *context, void *dst, size_t dst_pitch, c
     return CUMOE_OK;
   }
   if (rows == 1) dst_pitch = src_pitch = SIZE_MAX; /* the 1-D call has no limit on the width */
-  ON_DEVICE(context, copy_and_wait(context, dst, dst_pitch, src, src_pitch, width, rows, kind, stream));
+  ON_DEVICE(context, copy_cuda(context, dst, dst_pitch, src, src_pitch, width, rows, kind, stream));
 }
 
 static cumoe_status copy_peer_rows(struct context *context, char *dst, size_t dst_pitch, int32_t src_device,
