@@ -1501,6 +1501,7 @@ static const layer_case layer_cases[] = {
     /* up to 80 MiB of h and y in whole lines */
     {1861, 8, 2048, 768, 128, DT_BF16, 0, DISCARD, DISCARD},
     {1862, 8, 2048, 768, 128, DT_BF16, 0, DISCARD, 0},
+    {2048, 8, 2048, 512, 128, DT_BF16, 0, DISCARD, DISCARD}, /* the limit itself */
     {930, 8, 2048, 768, 128, DT_F32, 0, DISCARD, DISCARD},
     {931, 8, 2048, 768, 128, DT_F32, 0, DISCARD, 0},
     {7281, 1, 2880, 2880, 128, DT_F16, 0, DISCARD, DISCARD},
